@@ -1,0 +1,1 @@
+"""Blocks: a mixer and an MLP with their norms on a residual stream; the norms and the MLPs."""

@@ -1,0 +1,95 @@
+"""Causal softmax attention, full or in a sliding window, dense or packed: the public function.
+
+Shapes: B batch, T sequence length, H heads, G key/value heads, D head dim, N documents.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from zoo.kernels.attention.mask import document_ids, visible
+from zoo.kernels.attention.reference import attention_reference
+from zoo.kernels.packing import check_cu_seqlens
+
+__all__ = ["attention", "document_ids", "visible"]
+
+_IMPLS = ("auto", "sdpa", "reference")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Causal attention o_t = sum_i softmax_i(scale * q_t . k_i) v_i over the keys i <= t that t sees.
+
+    Args:
+        q: [B, T, H, D].
+        k: [B, T, G, D], G dividing H: query head h reads key/value head h // (H / G).
+        v: [B, T, G, D_v].
+        window: number of visible keys, the token itself included; None for all.
+        cu_seqlens: [N + 1] integers, 0 first and T last, when B = 1 row holds N packed documents.
+        mask: bool [B or 1, 1, T, T_k], True where visible, when the caller has it already (one for all layers); then
+            the number of keys T_k is free, and ``window`` and ``cu_seqlens`` must not be given.
+        scale: factor of the logits, D^-1/2 if None.
+        impl: "auto" (today always "sdpa"), "sdpa" (torch's scaled_dot_product_attention) or "reference".
+
+    Returns:
+        [B, T, H, D_v] in the dtype of v, to which mixed input dtypes are cast.
+
+    Raises:
+        ValueError: an argument is not as above.
+    """
+    _check(q, k, v, window, cu_seqlens, mask, impl)
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if mask is None and (window is not None or cu_seqlens is not None or impl == "reference"):
+        order = torch.arange(q.shape[1], device=q.device)
+        documents = None if cu_seqlens is None else document_ids(cu_seqlens, q.shape[1])
+        mask = visible(order, order, window=window, documents=documents)[None, None]
+    if impl == "reference":
+        assert mask is not None
+        return attention_reference(q, k, v, mask, scale)
+    return _sdpa(q, k, v, mask, scale)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    if q.shape[2] != k.shape[2]:  # expanded: CUDA's only fused kernel that takes a mask does not know grouped heads
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    o = scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return o.transpose(1, 2)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+    impl: str,
+) -> None:
+    if impl not in _IMPLS:
+        raise ValueError(f"impl: expected one of {', '.join(_IMPLS)}, got {impl!r}")
+    if q.ndim != 4:
+        raise ValueError(f"q: expected [B, T, H, D], got {list(q.shape)}")
+    B, T, H, D = q.shape
+    keys = T if mask is None else mask.shape[-1]
+    if k.ndim != 4 or k.shape[0] != B or k.shape[1] != keys or k.shape[3] != D or H % k.shape[2]:
+        raise ValueError(f"k: expected [{B}, {keys}, G, {D}] with G dividing {H}, got {list(k.shape)}")
+    if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: expected {[*k.shape[:3], 'D_v']}, got {list(v.shape)}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1 visible key, got {window}")
+    if mask is not None and (window is not None or cu_seqlens is not None):
+        raise ValueError("mask: it already says what is visible; give neither window nor cu_seqlens with it")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, batch_size=B, length=T)

@@ -1,0 +1,154 @@
+"""The delta rule (DeltaNet, arXiv 2406.06484): the public functions. Validation, then dispatch.
+
+Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B unless packed).
+"""
+
+from torch import Tensor
+
+from ..packing import check_cu_seqlens
+from .ops import chunk_delta_rule as _chunk_op
+from .reference import delta_rule_reference, state_dtype
+
+__all__ = ["chunk_delta_rule", "recurrent_delta_rule"]
+
+_IMPLS = ("auto", "reference", "torch")
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The delta rule over whole sequences, by chunks: for training and prefill.
+
+    Per head, with a state S [d_k, d_v] (arXiv 2406.06484)::
+
+        S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
+
+    q and k are used as given; the layer of the paper L2-normalises both. Differentiable in q, k, v, beta and
+    initial_state, through both results. Half-precision inputs are computed in float32; q and k are cast to the dtype of
+    v, beta and initial_state to the state's.
+
+    Args:
+        q: [B, T, H, d_k] with T >= 1, floating point, any strides, like all the tensors here.
+        k: [B, T, G, d_k], G dividing H: query head h reads the state of key/value head h // (H // G).
+        v: [B, T, G, d_v].
+        beta: [B, T, G], usually in [0, 1], or [0, 2] for negative eigenvalues.
+        initial_state: [N, G, d_k, d_v], N = B, or the number of documents when packed; zeros if None.
+        cu_seqlens: [N + 1] int32 or int64 for packed sequences, with B = 1: document n is the tokens from cu_seqlens[n]
+            to cu_seqlens[n + 1], so the first is 0, the last T, and none decreases; an empty document keeps its state.
+            Values are checked in eager calls on the CPU alone.
+        scale: of the read; d_k^-1/2 if None.
+        impl: "auto" or "torch", the chunked algorithm in PyTorch, or "reference", token by token. An explicit choice
+            never falls back.
+
+    Returns:
+        o [B, T, H, d_v] in the dtype of v, and the final state [N, G, d_k, d_v] in float32 (float64 for float64 v).
+
+    Raises:
+        ValueError: an argument is not as above; the message names it, what was expected and what came.
+    """
+    _check(q, k, v, beta, initial_state, cu_seqlens, impl)
+    q, k, beta, initial_state = _cast(q, k, v, beta, initial_state)
+    if impl == "reference":
+        return delta_rule_reference(q, k, v, beta, initial_state, cu_seqlens, scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    o, final_state, *_ = _chunk_op(q, k, v, beta, initial_state, cu_seqlens, scale)
+    return o, final_state
+
+
+def recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The delta rule token by token: for decoding, where T is 1 or a few; slow for long T.
+
+    The equation, arguments, results and errors of `chunk_delta_rule`. Plain PyTorch, so it fuses into a compiled
+    decoding step, one graph per T; the values of cu_seqlens are read on the host, so packed calls do not compile.
+
+    Args:
+        q: [B, T, H, d_k].
+        k: [B, T, G, d_k].
+        v: [B, T, G, d_v].
+        beta: [B, T, G].
+        initial_state: [N, G, d_k, d_v] or None.
+        cu_seqlens: [N + 1] or None.
+        scale: of the read; d_k^-1/2 if None.
+        impl: "auto", "torch" or "reference", which are one and the same here.
+
+    Returns:
+        o [B, T, H, d_v] in the dtype of v, and the final state [N, G, d_k, d_v] in float32 (float64 for float64 v).
+
+    Raises:
+        ValueError: as for `chunk_delta_rule`.
+    """
+    _check(q, k, v, beta, initial_state, cu_seqlens, impl)
+    q, k, beta, initial_state = _cast(q, k, v, beta, initial_state)
+    return delta_rule_reference(q, k, v, beta, initial_state, cu_seqlens, scale)
+
+
+def _cast(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Autocast hands over mixed dtypes."""
+    dtype = state_dtype(v.dtype)
+    state = None if initial_state is None else initial_state.to(dtype)
+    return q.to(v.dtype), k.to(v.dtype), beta.to(dtype), state
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    impl: str,
+) -> None:
+    if impl not in _IMPLS:
+        raise ValueError(f"impl: expected one of {', '.join(map(repr, _IMPLS))} (there is no Triton yet), got {impl!r}")
+    if q.ndim != 4 or q.shape[1] < 1:
+        raise ValueError(f"q: expected [B, T, H, d_k] with T >= 1, got {list(q.shape)}")
+    batch, seq_len, num_heads, key_dim = q.shape
+    if k.ndim != 4:
+        raise ValueError(f"k: expected [B, T, G, d_k], got {list(k.shape)}")
+    groups = k.shape[2]
+    _check_shape("k", "[B, T, G, d_k]", k, (batch, seq_len, groups, key_dim))
+    if groups < 1 or num_heads % groups:
+        raise ValueError(f"k: expected a number of heads G that divides the H = {num_heads} of q, got {groups}")
+    if v.ndim != 4:
+        raise ValueError(f"v: expected [B, T, G, d_v], got {list(v.shape)}")
+    value_dim = v.shape[3]
+    _check_shape("v", "[B, T, G, d_v]", v, (batch, seq_len, groups, value_dim))
+    _check_shape("beta", "[B, T, G]", beta, (batch, seq_len, groups))
+    num_states = batch
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, batch_size=batch, length=seq_len)
+        num_states = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        _check_shape("initial_state", "[N, G, d_k, d_v]", initial_state, (num_states, groups, key_dim, value_dim))
+    named = {"q": q, "k": k, "v": v, "beta": beta, "initial_state": initial_state}
+    for name, x in named.items():
+        if x is not None and not x.is_floating_point():
+            raise ValueError(f"{name}: expected a floating-point dtype, got {x.dtype}")
+    for name, x in {**named, "cu_seqlens": cu_seqlens}.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
+
+
+def _check_shape(name: str, letters: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name}: expected {letters} = {list(shape)}, got {list(x.shape)}")

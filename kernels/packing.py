@@ -1,0 +1,39 @@
+"""Packed sequences: several documents one after the other in a single row, told apart by ``cu_seqlens``."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["can_read_values", "check_cu_seqlens"]
+
+
+def can_read_values(x: Tensor) -> bool:
+    """Whether reading the values of x is free: in an eager call, with a real tensor on the CPU.
+
+    In a graph it would break the graph, and on an accelerator it would wait for the device.
+    """
+    return (
+        not torch.compiler.is_compiling() and x.device.type == "cpu" and not isinstance(x, torch._subclasses.FakeTensor)  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, *, batch_size: int, length: int) -> None:
+    """Refuse cumulative lengths that do not describe one row of packed documents.
+
+    Args:
+        cu_seqlens: [N + 1] int32 or int64: 0, the end of each document, ..., ``length``; never falling.
+        batch_size: rows that the caller passes with it; packing wants 1.
+        length: tokens in the row.
+
+    Raises:
+        ValueError: not as above. Values are read only where that is free (`can_read_values`).
+    """
+    if batch_size != 1:
+        raise ValueError(f"cu_seqlens: packed sequences are one row, expected B = 1, got B = {batch_size}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens: expected [N + 1] int32 or int64 with N >= 1, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    if can_read_values(cu_seqlens):
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != length or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+            raise ValueError(f"cu_seqlens: expected to rise from 0 to T = {length}, got {ends}")

@@ -1,0 +1,54 @@
+"""The contract that every token mixer keeps.
+
+Shapes: B batch, T sequence length, D model width.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zoo.mixers.context import Context, Shared
+from zoo.mixers.options import NoOptions, Options
+
+__all__ = ["Mixer", "State"]
+
+State = dict[str, Tensor]
+
+
+class Mixer(nn.Module, ABC):
+    """Mixes information across tokens: [B, T, D] -> [B, T, D], causally.
+
+    A subclass is built as ``cls(options, dim, **factories)``: one factory for each option that is itself a component.
+    Linear layers that write to the residual stream are named ``out_proj``; the model scales their initialisation.
+    """
+
+    Config: ClassVar[type[Options]] = NoOptions
+    shared: tuple[Shared, ...] = ()
+    """What the mixer reads from the context, so that the model builds it once per call for all layers."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, State | None]:
+        """Mix the tokens of x.
+
+        Args:
+            x: [B, T, D]; packed sequences have B = 1 and ``context.cu_seqlens``.
+            context: what the model built once for this call.
+            state: of the tokens before x, from `init_state` or an earlier call. It is consumed: its buffers may be
+                reused, and the returned state is the one to go on with.
+
+        Returns:
+            y [B, T, D] in the dtype of x, and the state after the last token (None if none was given).
+        """
+
+    @abstractmethod
+    def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:
+        """The state before the first token: named tensors, each [B, ...], that keep shape and dtype from then on.
+
+        Args:
+            batch_size: B.
+            max_length: the most tokens that the state will ever hold.
+            device: of the tensors.
+            dtype: of the model's activations; what needs more precision than that keeps it.
+        """

@@ -1,0 +1,167 @@
+"""DeltaNet: linear attention whose state is written by the delta rule (arXiv 2406.06484).
+
+Shapes: B batch, T sequence length, D model width, H query heads, G key/value heads, d_k and d_v their sizes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
+from zoo.mixers.context import Context
+from zoo.mixers.contract import Mixer, State
+from zoo.mixers.feature_maps import Beta, ShortConvolution, activate_beta, l1_normalize, l2_normalize
+from zoo.mixers.heads import HeadOptions
+from zoo.mixers.options import AtLeast, Between, Component, OptionError, component
+
+__all__ = ["DeltaNet", "DeltaNetOptions"]
+
+_NORMS: dict[str, Callable[[Tensor], Tensor]] = {"l2": l2_normalize, "l1": l1_normalize, "none": lambda x: x}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaNetOptions(HeadOptions):
+    """Options of `DeltaNet`.
+
+    Attributes:
+        beta: writing strength: learned, in (0, 1) or (0, 2), or a fixed number.
+        feature_map: applied to queries and keys (values pass through SiLU).
+        qk_norm: what queries and keys are divided by.
+        conv_size: taps of the short convolution on queries, keys and values; 0 for none.
+        conv_bias: whether it has a bias.
+        output_gate: whether the output is multiplied by SiLU of a projection of the input.
+        expand_k: d_k over head_dim.
+        expand_v: d_v over head_dim.
+    """
+
+    typical_head_dim: ClassVar[int] = 128
+
+    beta: Beta = "sigmoid"
+    feature_map: Component = component("feature_map", "silu")
+    qk_norm: Literal["l2", "l1", "none"] = "l2"
+    conv_size: Annotated[int, Between(0, 64)] = 4
+    conv_bias: bool = False
+    output_gate: bool = False
+    expand_k: Annotated[float, AtLeast(0)] = 1.0
+    expand_v: Annotated[float, AtLeast(0)] = 1.0
+
+    def validate(self) -> None:
+        """A bias needs a convolution."""
+        if self.conv_bias and not self.conv_size:
+            raise OptionError("conv_bias", self.conv_bias, "false where conv_size is 0")
+
+    def resolve(self, dim: int) -> Self:
+        """Fill in the heads; the expanded sizes must be whole numbers."""
+        resolved = HeadOptions.resolve(self, dim)
+        for key in ("expand_k", "expand_v"):
+            size = getattr(self, key) * resolved.heads[2]
+            if size < 1 or size != int(size):
+                raise OptionError(key, getattr(self, key), f"a factor that makes head_dim = {resolved.head_dim} whole")
+        return resolved
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """d_k and d_v."""
+        head_dim = self.heads[2]
+        return int(self.expand_k * head_dim), int(self.expand_v * head_dim)
+
+    @property
+    def learns_beta(self) -> bool:
+        """Whether beta is projected from the input."""
+        return isinstance(self.beta, str)
+
+    @property
+    def projected(self) -> tuple[int, int, int, int, int]:
+        """Widths of queries, keys, values, beta and gate in the fused projection."""
+        (H, G, _), (d_k, d_v) = self.heads, self.head_sizes
+        return H * d_k, G * d_k, G * d_v, G * self.learns_beta, H * d_v * self.output_gate
+
+    def num_params(self, dim: int) -> int:
+        """Projections, convolution and the output norm."""
+        (H, _, _), (_, d_v) = self.heads, self.head_sizes
+        taps = sum(self.projected[:3]) * (self.conv_size + self.conv_bias)
+        return dim * sum(self.projected) + taps + d_v + H * d_v * dim
+
+    def flops_per_token(self, dim: int, length: int) -> float:
+        """Projections, convolution, and the recurrence: read old value, write, read out: 2 d_k d_v each."""
+        del length
+        (H, G, _), (d_k, d_v) = self.heads, self.head_sizes
+        projections = 2 * dim * (sum(self.projected) + H * d_v)
+        return projections + 2 * self.conv_size * sum(self.projected[:3]) + (4 * G + 2 * H) * d_k * d_v
+
+    def state_bytes(self, dim: int, length: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        """The fp32 memory of each head and the convolution's taps: the same at every length."""
+        del dim, length
+        (_, G, _), (d_k, d_v) = self.heads, self.head_sizes
+        return 4 * G * d_k * d_v + max(self.conv_size - 1, 0) * sum(self.projected[:3]) * dtype.itemsize
+
+
+class DeltaNet(Mixer):
+    """q, k = norm(phi(conv(W x))), v = SiLU(conv(W x)); delta rule; RMSNorm per head, optional gate; W_o.
+
+    Args:
+        options: resolved options.
+        dim: D.
+        feature_map: makes phi.
+    """
+
+    Config = DeltaNetOptions
+
+    def __init__(self, options: DeltaNetOptions, dim: int, feature_map: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.options = options
+        self.num_heads, self.num_kv_heads, _ = options.heads
+        self.d_k, self.d_v = options.head_sizes
+        self.widths = [sum(options.projected[:3]), *options.projected[3:]]
+        self.qkv_widths = list(options.projected[:3])
+        self.in_proj = nn.Linear(dim, sum(options.projected), bias=False)
+        self.conv = (
+            ShortConvolution(self.widths[0], options.conv_size, bias=options.conv_bias) if options.conv_size else None
+        )
+        self.feature_map = feature_map()
+        self.norm = nn.RMSNorm(self.d_v, eps=1e-6)
+        self.out_proj = nn.Linear(self.num_heads * self.d_v, dim, bias=False)
+
+    def forward(self, x: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, State | None]:
+        """See `Mixer.forward`."""
+        qkv, beta, gate = self.in_proj(x).split(self.widths, -1)
+        q, k, v, taps = self._features(qkv, context, state)
+        rule = recurrent_delta_rule if state is not None and x.shape[1] == 1 else chunk_delta_rule
+        memory = None if state is None else state["memory"]
+        o, memory = rule(q, k, v, self._beta(beta, v), initial_state=memory, cu_seqlens=context.cu_seqlens)
+        o = self.norm(o).flatten(-2)
+        if self.options.output_gate:
+            o = o * nn.functional.silu(gate)
+        return self.out_proj(o), None if state is None else {"memory": memory} | taps
+
+    def _features(self, qkv: Tensor, context: Context, state: State | None) -> tuple[Tensor, Tensor, Tensor, State]:
+        taps: State = {}
+        if self.conv is not None:
+            positions = None if context.cu_seqlens is None else context.positions
+            qkv, last = self.conv(qkv, positions, None if state is None else state["taps"])
+            taps = {"taps": last}
+        q, k, v = qkv.split(self.qkv_widths, -1)
+        norm = _NORMS[self.options.qk_norm]
+        q = norm(self.feature_map(q).unflatten(-1, (self.num_heads, self.d_k)))
+        k = norm(self.feature_map(k).unflatten(-1, (self.num_kv_heads, self.d_k)))
+        return q, k, nn.functional.silu(v).unflatten(-1, (self.num_kv_heads, self.d_v)), taps
+
+    def _beta(self, logits: Tensor, v: Tensor) -> Tensor:
+        kind = self.options.beta
+        if kind == "sigmoid" or kind == "2sigmoid":
+            return activate_beta(logits, kind)
+        return torch.full(v.shape[:-1], kind, dtype=torch.float32, device=v.device)
+
+    def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:
+        """``memory`` [B, G, d_k, d_v] fp32, and ``taps`` [B, K - 1, C] where there is a convolution."""
+        del max_length
+        shape = batch_size, self.num_kv_heads, self.d_k, self.d_v
+        state = {"memory": torch.zeros(shape, device=device, dtype=torch.float32)}
+        if self.conv is not None:
+            state["taps"] = torch.zeros(
+                batch_size, self.conv.weight.shape[0] - 1, self.widths[0], device=device, dtype=dtype
+            )
+        return state

@@ -1,0 +1,100 @@
+"""The maps in front of a mixer's kernel: short convolution, 1 + ELU, L2 and L1 norm, beta. All plain PyTorch.
+
+Shapes: B batch, T sequence length, C channels, H heads, d_h head dim, K taps of the convolution.
+"""
+
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.mixers.options import Between
+
+__all__ = ["Beta", "OnePlusELU", "ShortConvolution", "activate_beta", "l1_normalize", "l2_normalize"]
+
+Beta = Literal["sigmoid", "2sigmoid"] | Annotated[float, Between(0, 2)]
+"""How strongly a token overwrites: a learned sigmoid in (0, 1), twice that, or a fixed number."""
+
+
+def activate_beta(logits: Tensor, kind: Literal["sigmoid", "2sigmoid"]) -> Tensor:
+    """Writing strength in (0, 1), or in (0, 2) for "2sigmoid", whose erased eigenvalue 1 - beta may be negative.
+
+    Args:
+        logits: [B, T, H].
+        kind: "sigmoid" or "2sigmoid".
+
+    Returns:
+        [B, T, H] fp32.
+    """
+    beta = logits.float().sigmoid()
+    return 2 * beta if kind == "2sigmoid" else beta
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(|x|_2^2 + eps) over the last dimension, computed in fp32; a zero vector has a finite gradient."""
+    precise = x.float()
+    return (precise * (precise.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+def l1_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / (|x|_1 + eps) over the last dimension, computed in fp32."""
+    precise = x.float()
+    return (precise / (precise.abs().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class OnePlusELU(nn.Module):
+    """1 + ELU(x), positive everywhere (arXiv 2006.16236)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Elementwise, any shape."""
+        return 1 + F.elu(x)
+
+
+class ShortConvolution(nn.Module):
+    """Depthwise causal convolution: y_t = bias + sum_{j < K} weight_j x_{t-j}, never across a document's start.
+
+    A sum of shifted products, which the compiler fuses with what stands around it.
+
+    Args:
+        channels: C.
+        size: K taps, the current token included.
+        bias: whether a bias is added.
+    """
+
+    def __init__(self, channels: int, size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, channels))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform within K^-1/2, as torch's own depthwise convolutions start."""
+        nn.init.uniform_(self.weight, -(self.weight.shape[0] ** -0.5), self.weight.shape[0] ** -0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, taps: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Convolve.
+
+        Args:
+            x: [B, T, C].
+            positions: [1, T] within each document when sequences are packed, else None.
+            taps: [B, K - 1, C], the tokens before x; zeros if None.
+
+        Returns:
+            y [B, T, C], and the last K - 1 tokens [B, K - 1, C] for the next call.
+        """
+        reach = self.weight.shape[0] - 1
+        past = x.new_zeros(x.shape[0], reach, x.shape[2]) if taps is None else taps.to(x.dtype)
+        padded = torch.cat([past, x], 1)
+        length = x.shape[1]
+        y = x * self.weight[0]
+        for lag in range(1, reach + 1):
+            shifted = padded[:, reach - lag : reach - lag + length]
+            if positions is not None:
+                shifted = torch.where((positions >= lag)[..., None], shifted, 0)
+            y = y + shifted * self.weight[lag]
+        if self.bias is not None:
+            y = y + self.bias
+        return y, padded[:, length:].contiguous()

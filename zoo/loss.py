@@ -1,0 +1,83 @@
+"""Next-token cross-entropy that never holds the logits of more than an eighth of the tokens.
+
+Shapes: N tokens, D model width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["IGNORED", "NUM_CHUNKS", "linear_cross_entropy"]
+
+IGNORED = -100
+NUM_CHUNKS = 8  # fixed, so that one compiled graph serves every number of tokens
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Mean over labels != -100 of -log softmax(hidden W^T)[label]; 0, with zero gradients, if there are none.
+
+    Args:
+        hidden: [N, D].
+        weight: [V, D], the head.
+        labels: [N] int64 in [0, V), or -100.
+
+    Returns:
+        The mean, an fp32 scalar.
+    """
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(hidden, weight, labels)  # pyright: ignore[reportReturnType]
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for hidden_chunk, labels_chunk in _chunks(hidden, labels):
+        total = total + _losses(hidden_chunk, weight, labels_chunk)[0]
+    return total / _count(labels)
+
+
+def _count(labels: Tensor) -> Tensor:
+    return (labels != IGNORED).sum().clamp_min(1)
+
+
+def _chunks(hidden: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """NUM_CHUNKS equal pieces, the last ones padded with ignored tokens."""
+    size = (labels.shape[0] + NUM_CHUNKS - 1) // NUM_CHUNKS
+    missing = NUM_CHUNKS * size - labels.shape[0]
+    hidden = F.pad(hidden, (0, 0, 0, missing)).view(NUM_CHUNKS, size, -1)
+    labels = F.pad(labels, (0, missing), value=IGNORED).view(NUM_CHUNKS, size)
+    return list(zip(hidden.unbind(), labels.unbind(), strict=True))
+
+
+def _losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Summed loss, log-probabilities [n, V] fp32, each token's target index [n, 1], and whether it counts [n, 1]."""
+    log_probs = (hidden @ weight.t()).float().log_softmax(-1)
+    counts = (labels != IGNORED)[:, None]
+    target = labels.clamp_min(0)[:, None]
+    total = -(log_probs.gather(1, target) * counts).sum()
+    return total, log_probs, target, counts
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Makes the gradients together with the loss, chunk by chunk, so that no logits are kept or computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        count = _count(labels)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_hidden = []
+        for hidden_chunk, labels_chunk in _chunks(hidden, labels):
+            loss, log_probs, target, counts = _losses(hidden_chunk, weight, labels_chunk)
+            total = total + loss
+            one_hot = torch.zeros_like(log_probs).scatter(1, target, 1.0)
+            grad_logits = ((log_probs.exp() - one_hot) * (counts / count)).to(hidden.dtype)
+            grad_hidden.append(grad_logits @ weight)
+            grad_weight = grad_weight + grad_logits.t() @ hidden_chunk
+        grad_hidden = torch.cat(grad_hidden)[: hidden.shape[0]]
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        (grad,) = grad_outputs
+        return (grad_hidden * grad).to(grad_hidden.dtype), (grad_weight * grad).to(grad_weight.dtype), None

@@ -1,0 +1,172 @@
+"""What exists: the entries of registry.yaml, what users register, and class paths in their own files."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zoo import recipes
+from zoo.errors import ZooConfigError, one_of
+from zoo.yaml_file import read_mapping
+
+__all__ = ["Entry", "entries", "find", "kinds", "list_names", "register", "register_mixer"]
+
+T = TypeVar("T", bound=type)
+
+CAPABILITIES = ("packed", "decode", "grouped_heads", "constant_state")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One registered class.
+
+    Attributes:
+        kind: mixer, block, norm, mlp or feature_map.
+        name: what YAML calls it; its class path if it has no other name.
+        path: class path.
+        summary: one line.
+        paper: arXiv number, or None.
+        supports: a subset of packed, decode, grouped_heads, constant_state.
+        registered: the class itself where it was registered at run time.
+    """
+
+    kind: str
+    name: str
+    path: str
+    summary: str = ""
+    paper: str | None = None
+    supports: tuple[str, ...] = ()
+    registered: type | None = None
+
+    def load(self) -> type:
+        """The class.
+
+        Raises:
+            ZooConfigError: it cannot be imported, or is not of this kind.
+        """
+        found = self.registered or _import(self.path)
+        contract = _import(_contracts()[self.kind])
+        if not isinstance(found, type) or not issubclass(found, contract):
+            raise ZooConfigError(
+                f"{self.path} is no {self.kind}", allowed=f"a subclass of {contract.__module__}.{contract.__name__}"
+            )
+        return found
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ZooConfigError(f"cannot import {path!r}: {error}") from None
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return read_mapping(Path(__file__).parent / "registry.yaml")
+
+
+@cache
+def _contracts() -> dict[str, str]:
+    return {kind: section["contract"] for kind, section in _file().items()}
+
+
+@cache
+def _entries() -> dict[tuple[str, str], Entry]:
+    return {
+        (kind, name): Entry(kind=kind, name=name, **row | {"supports": tuple(row.get("supports", ()))})
+        for kind, section in _file().items()
+        for name, row in section["entries"].items()
+    }
+
+
+def kinds() -> tuple[str, ...]:
+    """Every kind of component."""
+    return tuple(_contracts())
+
+
+def entries(kind: str | None = None) -> list[Entry]:
+    """Every entry, or those of one kind, in the order in which they were registered."""
+    return [entry for entry in _entries().values() if kind in (None, entry.kind)]
+
+
+def find(kind: str, name: str, *, trust_code: bool = True) -> Entry:
+    """The entry called ``name``, or one made for it if it is a class path (it has a dot).
+
+    Args:
+        kind: a kind of component.
+        name: a registered name, or a class path.
+        trust_code: whether a class path may be followed.
+
+    Raises:
+        ZooConfigError: no such entry, or a class path where none may be followed.
+    """
+    if (kind, name) in _entries():
+        return _entries()[kind, name]
+    if "." not in name:
+        allowed = one_of(name, (entry.name for entry in entries(kind)))
+        raise ZooConfigError(f"unknown {kind} {name!r}", allowed=f"{allowed}, or a class path")
+    if not trust_code:
+        raise ZooConfigError(f"{name!r} is a class path, which is imported only from trusted files", allowed="a name")
+    return Entry(kind=kind, name=name, path=name, supports=CAPABILITIES)
+
+
+def register(
+    kind: str, name: str, *, summary: str = "", paper: str | None = None, supports: tuple[str, ...] = CAPABILITIES
+) -> Callable[[T], T]:
+    """Class decorator: make a class of your own available in YAML under ``name``.
+
+    Args:
+        kind: mixer, block, norm, mlp or feature_map.
+        name: new, without a dot.
+        summary: one line; the docstring's first if empty.
+        paper: arXiv number.
+        supports: what it can do, of packed, decode, grouped_heads, constant_state.
+
+    Raises:
+        ValueError: unknown kind or capability, a name that is taken or has a dot, or a class not of this kind.
+    """
+    if kind not in kinds():
+        raise ValueError(f"kind: got {kind!r}, allowed: {one_of(kind, kinds())}")
+    if (kind, name) in _entries():
+        raise ValueError(f"name: a {kind} called {name!r} exists already ({_entries()[kind, name].path})")
+    if not name or "." in name:
+        raise ValueError(f"name: got {name!r}, allowed: a name without a dot (dots mark class paths)")
+    for capability in supports:
+        if capability not in CAPABILITIES:
+            raise ValueError(f"supports: got {capability!r}, allowed: {one_of(capability, CAPABILITIES)}")
+
+    def add(cls: T) -> T:
+        line = summary or (cls.__doc__ or "").strip().partition("\n")[0]
+        path = f"{cls.__module__}.{cls.__qualname__}"
+        entry = Entry(kind, name, path, line, paper, tuple(supports), registered=cls)
+        entry.load()
+        _entries()[kind, name] = entry
+        return cls
+
+    return add
+
+
+register_mixer = partial(register, "mixer")
+"""`register` for a token mixer: ``@zoo.register_mixer("mine")``."""
+
+
+def list_names(pattern: str = "*", kind: str | None = None) -> list[str]:
+    """Names of components and recipes.
+
+    Args:
+        pattern: with the wildcards * ? [ ].
+        kind: only this kind, or "recipe".
+
+    Raises:
+        ValueError: unknown kind.
+    """
+    if kind not in (None, "recipe", *kinds()):
+        raise ValueError(f"kind: got {kind!r}, allowed: {one_of(kind, ('recipe', *kinds()))}")
+    names = [entry.name for entry in entries(kind)]
+    if kind in (None, "recipe"):
+        names += recipes.names()
+    return [name for name in names if fnmatchcase(name, pattern)]
