@@ -1,1 +1,1 @@
-"""Operations: one folder each, with a plain reference, the fast implementation behind a torch.library op, and the public functions."""
+"""Operations, one folder each: a plain reference, the fast form behind a torch.library op, the public functions."""

@@ -1,5 +1,7 @@
 """Packed sequences: several documents one after the other in a single row, told apart by ``cu_seqlens``."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -35,5 +37,5 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, batch_size: int, length: int) -> Non
         )
     if can_read_values(cu_seqlens):
         ends = cu_seqlens.tolist()
-        if ends[0] != 0 or ends[-1] != length or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+        if ends[0] != 0 or ends[-1] != length or any(b < a for a, b in pairwise(ends)):
             raise ValueError(f"cu_seqlens: expected to rise from 0 to T = {length}, got {ends}")

@@ -3,6 +3,7 @@
 Shapes: B batch, T sequence length, D model width, H query heads, G key/value heads, d_k and d_v their sizes.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
@@ -58,7 +59,7 @@ class DeltaNetOptions(HeadOptions):
         resolved = HeadOptions.resolve(self, dim)
         for key in ("expand_k", "expand_v"):
             size = getattr(self, key) * resolved.heads[2]
-            if size < 1 or size != int(size):
+            if round(size) < 1 or not math.isclose(size, round(size)):
                 raise OptionError(key, getattr(self, key), f"a factor that makes head_dim = {resolved.head_dim} whole")
         return resolved
 
@@ -66,7 +67,7 @@ class DeltaNetOptions(HeadOptions):
     def head_sizes(self) -> tuple[int, int]:
         """d_k and d_v."""
         head_dim = self.heads[2]
-        return int(self.expand_k * head_dim), int(self.expand_v * head_dim)
+        return round(self.expand_k * head_dim), round(self.expand_v * head_dim)
 
     @property
     def learns_beta(self) -> bool:
@@ -80,10 +81,10 @@ class DeltaNetOptions(HeadOptions):
         return H * d_k, G * d_k, G * d_v, G * self.learns_beta, H * d_v * self.output_gate
 
     def num_params(self, dim: int) -> int:
-        """Projections, convolution and the output norm."""
+        """Projections, convolution, the output norm, and what a feature map of the user's own learns."""
         (H, _, _), (_, d_v) = self.heads, self.head_sizes
         taps = sum(self.projected[:3]) * (self.conv_size + self.conv_bias)
-        return dim * sum(self.projected) + taps + d_v + H * d_v * dim
+        return dim * (sum(self.projected) + H * d_v) + taps + d_v + self.feature_map.options.num_params(dim)
 
     def flops_per_token(self, dim: int, length: int) -> float:
         """Projections, convolution, and the recurrence: read old value, write, read out: 2 d_k d_v each."""
@@ -96,7 +97,12 @@ class DeltaNetOptions(HeadOptions):
         """The fp32 memory of each head and the convolution's taps: the same at every length."""
         del dim, length
         (_, G, _), (d_k, d_v) = self.heads, self.head_sizes
-        return 4 * G * d_k * d_v + max(self.conv_size - 1, 0) * sum(self.projected[:3]) * dtype.itemsize
+        memory = G * d_k * d_v * _memory_dtype(dtype).itemsize
+        return memory + max(self.conv_size - 1, 0) * sum(self.projected[:3]) * dtype.itemsize
+
+
+def _memory_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 class DeltaNet(Mixer):
@@ -135,7 +141,7 @@ class DeltaNet(Mixer):
         o = self.norm(o).flatten(-2)
         if self.options.output_gate:
             o = o * nn.functional.silu(gate)
-        return self.out_proj(o), None if state is None else {"memory": memory} | taps
+        return self.out_proj(o), None if state is None else {"memory": memory.to(state["memory"].dtype)} | taps
 
     def _features(self, qkv: Tensor, context: Context, state: State | None) -> tuple[Tensor, Tensor, Tensor, State]:
         taps: State = {}
@@ -159,7 +165,7 @@ class DeltaNet(Mixer):
         """``memory`` [B, G, d_k, d_v] fp32, and ``taps`` [B, K - 1, C] where there is a convolution."""
         del max_length
         shape = batch_size, self.num_kv_heads, self.d_k, self.d_v
-        state = {"memory": torch.zeros(shape, device=device, dtype=torch.float32)}
+        state = {"memory": torch.zeros(shape, device=device, dtype=_memory_dtype(dtype))}
         if self.conv is not None:
             state["taps"] = torch.zeros(
                 batch_size, self.conv.weight.shape[0] - 1, self.widths[0], device=device, dtype=dtype

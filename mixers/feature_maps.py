@@ -11,10 +11,15 @@ from torch import Tensor, nn
 
 from zoo.mixers.options import Between
 
-__all__ = ["Beta", "OnePlusELU", "ShortConvolution", "activate_beta", "l1_normalize", "l2_normalize"]
+__all__ = ["Beta", "OnePlusELU", "ShortConvolution", "activate_beta", "l1_normalize", "l2_normalize", "precise"]
 
 Beta = Literal["sigmoid", "2sigmoid"] | Annotated[float, Between(0, 2)]
 """How strongly a token overwrites: a learned sigmoid in (0, 1), twice that, or a fixed number."""
+
+
+def precise(x: Tensor) -> Tensor:
+    """x in fp32, or in fp64 where it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def activate_beta(logits: Tensor, kind: Literal["sigmoid", "2sigmoid"]) -> Tensor:
@@ -27,20 +32,20 @@ def activate_beta(logits: Tensor, kind: Literal["sigmoid", "2sigmoid"]) -> Tenso
     Returns:
         [B, T, H] fp32.
     """
-    beta = logits.float().sigmoid()
+    beta = precise(logits).sigmoid()
     return 2 * beta if kind == "2sigmoid" else beta
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|_2^2 + eps) over the last dimension, computed in fp32; a zero vector has a finite gradient."""
-    precise = x.float()
-    return (precise * (precise.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+    wide = precise(x)
+    return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
 def l1_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / (|x|_1 + eps) over the last dimension, computed in fp32."""
-    precise = x.float()
-    return (precise / (precise.abs().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    wide = precise(x)
+    return (wide / (wide.abs().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class OnePlusELU(nn.Module):
@@ -83,7 +88,7 @@ class ShortConvolution(nn.Module):
             taps: [B, K - 1, C], the tokens before x; zeros if None.
 
         Returns:
-            y [B, T, C], and the last K - 1 tokens [B, K - 1, C] for the next call.
+            y [B, T, C] in the dtype of x, and the last K - 1 tokens [B, K - 1, C] for the next call, in that of taps.
         """
         reach = self.weight.shape[0] - 1
         past = x.new_zeros(x.shape[0], reach, x.shape[2]) if taps is None else taps.to(x.dtype)
@@ -97,4 +102,6 @@ class ShortConvolution(nn.Module):
             y = y + shifted * self.weight[lag]
         if self.bias is not None:
             y = y + self.bias
-        return y, padded[:, length:].contiguous()
+        # A copy: a view would keep all of x alive, and with B = 1 have its strides.
+        last = padded[:, length:].to(x.dtype if taps is None else taps.dtype)
+        return y.to(x.dtype), last.clone(memory_format=torch.contiguous_format)

@@ -38,12 +38,12 @@ class HeadOptions(Options):
         num_kv_heads = self.num_kv_heads or num_heads
         if num_heads % num_kv_heads:
             raise OptionError("num_kv_heads", num_kv_heads, f"a divisor of num_heads = {num_heads}")
-        return replace(
-            self, num_heads=num_heads, head_dim=self.head_dim or dim // num_heads, num_kv_heads=num_kv_heads
-        )
+        return replace(self, num_heads=num_heads, head_dim=self.head_dim or dim // num_heads, num_kv_heads=num_kv_heads)
 
     @property
     def heads(self) -> tuple[int, int, int]:
         """num_heads, num_kv_heads and head_dim of resolved options."""
-        assert self.num_heads and self.num_kv_heads and self.head_dim, "resolve(dim) comes first"
+        assert self.num_heads is not None, "resolve(dim) comes first"
+        assert self.num_kv_heads is not None
+        assert self.head_dim is not None
         return self.num_heads, self.num_kv_heads, self.head_dim

@@ -7,7 +7,7 @@ The types and bounds stand in the annotations, so that a wrong value is refused 
         window: Annotated[int, AtLeast(1)] = 1024
 """
 
-import math
+import sys
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import UnionType
@@ -15,7 +15,18 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, g
 
 import torch
 
-__all__ = ["AtLeast", "Between", "Checked", "Component", "NoOptions", "OptionError", "Options", "component"]
+__all__ = [
+    "AtLeast",
+    "Between",
+    "Checked",
+    "Component",
+    "NoOptions",
+    "OptionError",
+    "Options",
+    "check",
+    "component",
+    "describe",
+]
 
 
 class OptionError(ValueError):
@@ -39,10 +50,11 @@ class AtLeast:
     low: float
 
     def __call__(self, value: float) -> bool:
+        """Whether the bound holds."""
         return value >= self.low
 
     def __str__(self) -> str:
-        return f"at least {self.low:g}"
+        return f"at least {self.low}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +65,11 @@ class Between:
     high: float
 
     def __call__(self, value: float) -> bool:
+        """Whether both bounds hold."""
         return self.low <= value <= self.high
 
     def __str__(self) -> str:
-        return f"between {self.low:g} and {self.high:g}"
+        return f"between {self.low} and {self.high}"
 
 
 @cache
@@ -73,7 +86,7 @@ def _matches(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in args)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return hint is Any or isinstance(value, get_origin(hint) or hint)
@@ -93,17 +106,29 @@ def _describe(hint: Any) -> str:
     return _WORDS.get(hint) or getattr(hint, "__name__", str(hint))
 
 
+def describe(options: type, name: str) -> str:
+    """What a dataclass's annotation allows as the value of one field, in words."""
+    return _describe(_hints(options)[name])
+
+
+def check(options: type, name: str, value: Any) -> None:
+    """Check a value against a dataclass's annotation.
+
+    Raises:
+        OptionError: it is not allowed.
+    """
+    if not _matches(value, _hints(options)[name]):
+        raise OptionError(name, value, describe(options, name))
+
+
 class Checked:
     """Base of dataclasses whose annotations say what is allowed: a wrong value raises `OptionError`."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        hints = _hints(type(self))
         for option in fields(self):  # pyright: ignore[reportArgumentType]  # every subclass is a dataclass
-            value, hint = getattr(self, option.name), hints[option.name]
-            if not _matches(value, hint):
-                raise OptionError(option.name, value, _describe(hint))
+            check(type(self), option.name, getattr(self, option.name))
         self.validate()
 
     def validate(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zoo.kernels.attention import attention
 from zoo.mixers.context import AttentionMask, Context, RotaryTable, slot_positions
 from zoo.mixers.contract import Mixer, State
-from zoo.mixers.feature_maps import l2_normalize
+from zoo.mixers.feature_maps import l2_normalize, precise
 from zoo.mixers.heads import HeadOptions
 from zoo.mixers.options import AtLeast, OptionError
 
@@ -162,5 +162,5 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
         [B, T, H, d_h] in the dtype of x.
     """
     cos, sin = table.unbind(0)
-    a, b = x.float().chunk(2, -1)
+    a, b = precise(x).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

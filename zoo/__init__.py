@@ -5,6 +5,7 @@ The public face; every name loads on first use, so that ``import zoo`` stays lig
     model = zoo.build("deltanet-tiny", ["layers.3.mixer=full_attention"])
 """
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -39,5 +40,5 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def __dir__() -> "list[str]":
+def __dir__() -> Iterable[str]:
     return sorted({*globals(), *__all__})

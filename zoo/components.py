@@ -9,47 +9,54 @@ from torch import nn
 
 from zoo import registry
 from zoo.errors import ZooConfigError, one_of
-from zoo.mixers.options import Component, NoOptions, OptionError
+from zoo.mixers.options import Component, NoOptions, OptionError, describe
 
-__all__ = ["make", "plain", "resolve"]
+__all__ = ["make", "plain", "plain_options", "resolve"]
 
 
-def resolve(kind: str, value: Any, dim: int, *, key: str = "", trust_code: bool = True) -> Component:
+def resolve(
+    kind: str, value: Any, dim: int, *, default: str | None = None, key: str = "", trust_code: bool = True
+) -> Component:
     """Validate a component and fill in its defaults.
 
     Args:
         kind: a kind of component.
         value: a name or {name, options}.
         dim: the model's width.
+        default: the name if there are only options.
         key: path of the value, for errors.
         trust_code: whether class paths may be imported.
 
     Raises:
         ZooConfigError: the component or one of its options is unknown, missing or not allowed.
     """
-    if value is None or value == {}:
-        raise ZooConfigError("the value is missing", key=key, allowed=f"a {kind}, as NAME or {{name: NAME, options}}")
-    if isinstance(value, str):
-        value = {"name": value}
-    name = value.get("name") if isinstance(value, Mapping) else None
-    if not isinstance(name, str):
-        raise ZooConfigError(f"got {value!r}", key=key, allowed=f"a {kind}, as NAME or {{name: NAME, options}}")
+    name, given = _split(kind, value, default, key)
     try:
-        config = _config_class(registry.find(kind, name, trust_code=trust_code))
+        config: Any = getattr(registry.find(kind, name, trust_code=trust_code).load(), "Config", NoOptions)
     except ZooConfigError as error:
         error.key = key
         raise
-    given = {option: part for option, part in value.items() if option != "name"}
-    given |= _nested(config, given, dim, key, trust_code)
     _check_names(config, given, name, key)
+    given |= _nested(config, given, dim, key, trust_code)
     try:
         return Component(name, config(**given).resolve(dim))
     except OptionError as error:
         raise ZooConfigError(f"got {error.value!r}", key=_join(key, error.key), allowed=error.allowed) from None
+    except ValueError as error:  # of a user's own class
+        raise ZooConfigError(str(error), key=key) from error
 
 
-def _config_class(entry: registry.Entry) -> Any:
-    return getattr(entry.load(), "Config", NoOptions)
+def _split(kind: str, value: Any, default: str | None, key: str) -> tuple[str, dict[Any, Any]]:
+    """The component's name and its options."""
+    options = {"name": value} if isinstance(value, str) else value
+    if isinstance(options, Mapping):
+        options = ({"name": default} if default else {}) | dict(options)
+        if isinstance(name := options.pop("name", None), str):
+            return name, options
+    problem = "the value is missing" if value in (None, {}) else f"{value!r} names no {kind}"
+    raise ZooConfigError(
+        problem, key=key, allowed=", ".join(registry.choices(kind)) + ", or {name: NAME, OPTION: VALUE}"
+    )
 
 
 def _join(key: str, option: str) -> str:
@@ -63,6 +70,7 @@ def _nested(config: Any, given: Mapping[str, Any], dim: int, key: str, trust_cod
             option.metadata["kind"],
             given.get(option.name, option.metadata["default"]),
             dim,
+            default=option.metadata["default"],
             key=_join(key, option.name),
             trust_code=trust_code,
         )
@@ -79,18 +87,22 @@ def _check_names(config: Any, given: Mapping[str, Any], name: str, key: str) -> 
                 f"unknown option of {name}", key=_join(key, str(option)), allowed=one_of(option, options) or "none"
             )
     for option in options.values():
-        if option.name not in given and option.default is MISSING and option.default_factory is MISSING:
-            raise ZooConfigError("the value is missing", key=_join(key, option.name))
+        required = option.default is MISSING and option.default_factory is MISSING and "kind" not in option.metadata
+        if required and option.name not in given:
+            allowed = describe(config, option.name)
+            raise ZooConfigError("the value is missing", key=_join(key, option.name), allowed=allowed)
 
 
 def plain(component: Component) -> Any:
     """A component as YAML has it: its name, or {name, options} with every option."""
-    options = {option.name: getattr(component.options, option.name) for option in fields(component.options)}  # pyright: ignore[reportArgumentType]
-    if not options:
-        return component.name
-    return {"name": component.name} | {
-        name: plain(value) if isinstance(value, Component) else value for name, value in options.items()
-    }
+    options = plain_options(component)
+    return {"name": component.name} | options if options else component.name
+
+
+def plain_options(component: Component) -> dict[str, Any]:
+    """Every option of a component as YAML has it."""
+    values = {option.name: getattr(component.options, option.name) for option in fields(component.options)}  # pyright: ignore[reportArgumentType]
+    return {name: plain(value) if isinstance(value, Component) else value for name, value in values.items()}
 
 
 def make(kind: str, component: Component, dim: int) -> nn.Module:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from os import PathLike, fspath
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,14 +13,15 @@ import yaml
 from zoo import components, recipes
 from zoo.errors import ZooConfigError, one_of
 from zoo.layers import Layer, Override, expand, merge
-from zoo.mixers.options import Between, Checked, Component, OptionError
-from zoo.yaml_file import interpolate, parse_value, read_mapping
+from zoo.mixers.options import Between, Checked, Component, OptionError, check, describe
+from zoo.yaml_file import interpolate, parse_value, plain_mapping, read_mapping
 
 __all__ = ["ModelConfig", "Source", "resolve"]
 
 Source = str | PathLike[str] | Mapping[str, Any]
 """A recipe's name, a path of a YAML file, or a mapping."""
 
+_BLOCK, _NORM = "pre_norm", "rms_norm"
 _OVERRIDES = "layer_overrides"  # they ride along in the mapping, so that they may interpolate too
 
 
@@ -41,7 +43,7 @@ class ModelConfig(Checked):
     name: str = "model"
     vocab_size: Annotated[int, Between(1, 2**31 - 1)]
     dim: Annotated[int, Between(1, 2**20)]
-    num_layers: Annotated[int, Between(1, 10_000)]
+    num_layers: Annotated[int, Between(1, 1000)]
     norm: Component
     layers: tuple[Component, ...]
     tie_embeddings: bool = False
@@ -64,13 +66,12 @@ class ModelConfig(Checked):
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain values, which resolve to an equal one."""
-        block = self.layers[0].name
         scalars = {key: getattr(self, key) for key in _KEYS}
-        layers = [components.plain(layer) for layer in self.layers]
-        for layer in layers:
-            if layer["name"] == block:
-                del layer["name"]
-        return scalars | {"block": {"name": block, "norm": components.plain(self.norm)}, "layers": layers}
+        layers = [
+            ({} if layer.name == _BLOCK else {"name": layer.name}) | components.plain_options(layer)
+            for layer in self.layers
+        ]
+        return scalars | {"block": {"name": _BLOCK, "norm": components.plain(self.norm)}, "layers": layers}
 
     def to_yaml(self) -> str:
         """The resolved configuration as YAML."""
@@ -78,6 +79,10 @@ class ModelConfig(Checked):
 
 
 _KEYS = tuple(field.name for field in fields(ModelConfig) if field.name not in ("norm", "layers"))
+_REQUIRED = (
+    *(field.name for field in fields(ModelConfig) if field.name in _KEYS and field.default is MISSING),
+    "layers",
+)
 
 
 def resolve(source: Source, overrides: Sequence[str] = (), *, trust_code: bool = True) -> ModelConfig:
@@ -91,97 +96,125 @@ def resolve(source: Source, overrides: Sequence[str] = (), *, trust_code: bool =
     Raises:
         ZooConfigError: anything in it is unknown, missing, of the wrong type or out of range.
     """
-    label, raw = _read(source)
+    label = "mapping" if isinstance(source, Mapping) else str(source) or "''"
+    parsed: list[Override] = []
     try:
-        return _resolve(raw, [_parse(override) for override in overrides], trust_code)
+        raw = _read(source)
+        if isinstance(overrides, str):
+            raise ZooConfigError(f"got {overrides!r}", key="overrides", allowed="a list of KEY=VALUE")
+        parsed += map(_parse, overrides)
+        return _resolve(raw, parsed, trust_code)
     except ZooConfigError as error:
         error.source = error.source or label
+        if any(f"{error.key}.".startswith(f"{override.key}.") for override in parsed if not override.depth):
+            error.key = f"override {error.key}"
         raise
 
 
-def _read(source: Source) -> tuple[str, dict[Any, Any]]:
+def _read(source: Source) -> dict[Any, Any]:
     if isinstance(source, Mapping):
         if not source:
-            raise ZooConfigError("the mapping is empty", allowed="a mapping of keys", source="mapping")
-        return "mapping", dict(source)
-    name = fspath(source)
+            raise ZooConfigError("the mapping is empty", allowed="a mapping of keys")
+        return plain_mapping(source)
+    name = fspath(source) if isinstance(source, str | PathLike) else None
+    if not isinstance(name, str):
+        raise ZooConfigError("names no configuration", allowed="a recipe, the path of a YAML file, or a mapping")
     if name in recipes.names():
-        return name, read_mapping(recipes.path(name))
-    if not Path(name).is_file():
-        raise ZooConfigError(
-            f"{name!r} is neither a recipe nor a file", allowed=f"a path, or one of {one_of(name, recipes.names())}"
-        )
-    return name, read_mapping(Path(name))
+        path = recipes.path(name)
+    elif isfile(name):
+        path = Path(name)
+    else:
+        problem = "is a directory" if isdir(name) else "neither a recipe nor a file"
+        raise ZooConfigError(problem, allowed=one_of(name, ["the path of a YAML file", *recipes.names()]))
+    return read_mapping(path)
 
 
 def _parse(text: str) -> Override:
-    key, equals, value = text.partition("=")
-    key = key.strip()
-    if not equals or not key or not all(key.split(".")):
+    key, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
         raise ZooConfigError(f"got {text!r}", key="override", allowed="KEY=VALUE, such as dim=512")
-    return Override(tuple(key.split(".")), parse_value(value, key))
+    try:
+        return Override(path, parse_value(value))
+    except ZooConfigError as error:
+        error.key = f"override {key.strip()}"
+        raise
 
 
 def _resolve(raw: dict[Any, Any], overrides: list[Override], trust_code: bool) -> ModelConfig:
     for override in overrides:
-        if not override.addresses_a_layer:
-            raw = _set(raw, override.path, override.value, "")
-    single = [override for override in overrides if override.addresses_a_layer]
-    raw = interpolate(raw | {_OVERRIDES: [override.value for override in single]})
-    single = [Override(old.path, value) for old, value in zip(single, raw.pop(_OVERRIDES), strict=True)]
-    scalars = _scalars(raw)
-    dim = scalars["dim"]
-    block = merge("pre_norm", raw.get("block") or {})
-    norm = merge("rms_norm", block.get("norm") or {}) if isinstance(block, Mapping) else "rms_norm"
-    layers = expand(raw["layers"], block, scalars["num_layers"], single)
+        if not override.depth:
+            head, *rest = override.path
+            raw = {**raw, head: _set(raw.get(head), rest, override.value, head)}
+    raw, single = _interpolate(raw, [override for override in overrides if override.depth])
+    dim, block = raw["dim"], _block(raw.get("block"))
+    layers = expand(raw["layers"], block, raw["num_layers"], single)
     return ModelConfig(
-        **scalars,
-        norm=components.resolve("norm", norm, dim, key="block.norm", trust_code=trust_code),
+        **{key: raw[key] for key in _KEYS if key in raw},
+        norm=components.resolve(
+            "norm", block.get("norm", _NORM), dim, default=_NORM, key="block.norm", trust_code=trust_code
+        ),
         layers=tuple(_component(layer, dim, trust_code) for layer in layers),
     )
 
 
-def _set(base: Any, path: tuple[str, ...], value: Any, parent: str) -> Any:
+def _set(base: Any, path: Sequence[str], value: Any, parent: str) -> Any:
     """``base`` with the value at a path of keys and list indices merged in."""
     if not path:
         return merge(base, value)
     head, rest = path[0], path[1:]
-    key = f"{parent}.{head}" if parent else head
-    if isinstance(base, list):
-        if not head.isdecimal() or int(head) >= len(base):
-            raise ZooConfigError(f"{head!r} is no entry of the list", key=key, allowed=f"0 to {len(base) - 1}")
-        changed = list(base)
-        changed[int(head)] = _set(base[int(head)], rest, value, key)
-        return changed
-    if isinstance(base, str):
-        base = {"name": base}
-    if not isinstance(base, Mapping):
-        base = {}
-    return {**base, head: _set(base.get(head), rest, value, key)}
+    key = f"{parent}.{head}"
+    if not isinstance(base, list):
+        part = base.get(head) if isinstance(base, Mapping) else None
+        return merge(base, {head: _set(part, rest, value, key)})
+    if not head.isdecimal() or int(head) >= len(base):
+        problem = f"{head!r} is no entry of the list"
+        raise ZooConfigError(problem, key=f"override {key}", allowed=f"an index below {len(base)}")
+    return [_set(part, rest, value, key) if index == int(head) else part for index, part in enumerate(base)]
 
 
-def _scalars(raw: dict[Any, Any]) -> dict[str, Any]:
-    """The validated top-level values; layers and block are only known to be there."""
+def _interpolate(raw: dict[Any, Any], overrides: list[Override]) -> tuple[dict[Any, Any], list[Override]]:
+    """Top-level keys, checked, and overrides of layers, with every interpolation resolved."""
     known = (*_KEYS, "block", "layers")
     for key in raw:
         if key not in known:
             raise ZooConfigError("unknown key", key=str(key), allowed=one_of(key, known))
-    required = {field.name for field in fields(ModelConfig) if field.default is MISSING} - {"norm"}
-    for key in known:
-        if raw.get(key) is None and (key in required or (key in raw and key != "block")):
-            raise ZooConfigError("the value is missing", key=key)
-    scalars = {key: raw[key] for key in _KEYS if key in raw}
-    placeholder = {"norm": Component("", components.NoOptions()), "layers": ()}
     try:
-        ModelConfig(**scalars, **placeholder)
+        raw = interpolate(raw | {_OVERRIDES: [override.value for override in overrides]})
+    except ZooConfigError as error:
+        if error.key.startswith(_OVERRIDES):
+            _, index, *rest = error.key.split(".")
+            error.key = ".".join([f"override {overrides[int(index)].key}", *rest])
+        raise
+    values = raw.pop(_OVERRIDES)
+    for key in (*_REQUIRED, *raw):
+        if raw.get(key) is None and key != "block":
+            allowed = describe(ModelConfig, key) if key in _KEYS else "{pattern, at}, or a list of num_layers entries"
+            raise ZooConfigError("the value is missing", key=key, allowed=allowed)
+        if key in _KEYS:
+            _check(key, raw[key])
+    return raw, [Override(override.path, value) for override, value in zip(overrides, values, strict=True)]
+
+
+def _check(key: str, value: Any) -> None:
+    try:
+        check(ModelConfig, key, value)
     except OptionError as error:
-        raise ZooConfigError(f"got {error.value!r}", key=error.key, allowed=error.allowed) from None
-    return scalars
+        raise ZooConfigError(f"got {value!r}", key=key, allowed=error.allowed) from None
+
+
+def _block(value: Any) -> dict[Any, Any]:
+    """The defaults of every layer."""
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping | None):
+        raise ZooConfigError(f"got {value!r}", key="block", allowed="a block's name, or a mapping such as {norm: NAME}")
+    return {"name": _BLOCK} | dict(value or {})
 
 
 def _component(layer: Layer, dim: int, trust_code: bool) -> Component:
     try:
         return components.resolve("block", layer.values, dim, trust_code=trust_code)
     except ZooConfigError as error:
-        error.key = layer.locate(error.key) if error.key else f"layers.{layer.index}"
+        error.key = layer.locate(error.key)
         raise

@@ -7,8 +7,11 @@ from typing import Any
 __all__ = ["ZooConfigError", "one_of"]
 
 
+_MOST_CHARACTERS = 300
+
+
 class ZooConfigError(ValueError):
-    """A configuration cannot be used.
+    """A configuration cannot be used. Its message is one line.
 
     Args:
         problem: what is wrong, with the bad value.
@@ -22,8 +25,14 @@ class ZooConfigError(ValueError):
         self.problem, self.key, self.allowed, self.source = problem, key, allowed, source
 
     def __str__(self) -> str:
-        place = "".join(f"{part}: " for part in (self.source, self.key) if part)
-        return place + self.problem + (f"; allowed: {self.allowed}" if self.allowed else "")
+        message = ": ".join(_one_line(part) for part in (self.source, self.key, self.problem) if part)
+        return message + (f"; allowed: {self.allowed}" if self.allowed else "")
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    half = _MOST_CHARACTERS // 2
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 def one_of(name: Any, choices: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """From ``layers`` in YAML to an explicit list: the pattern repeated, single layers changed, overrides applied."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,10 @@ from zoo.errors import ZooConfigError, one_of
 
 __all__ = ["Layer", "Override", "expand", "layer_index", "merge"]
 
-_INDEX = re.compile(r"(?P<at>\d+)|N//(?P<divisor>[1-9]\d*)(\+(?P<plus>\d+))?|N-(?P<minus>[1-9]\d*)")
+_INDEX = re.compile(
+    r"(?P<at>[0-9]{1,9})|N//(?P<divisor>[1-9][0-9]{0,8})(\+(?P<plus>[0-9]{1,9}))?|N-(?P<minus>[1-9][0-9]{0,8})"
+)
+_SECTIONS = ("pattern", "at")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,45 +23,53 @@ class Override:
     value: Any
 
     @property
-    def addresses_a_layer(self) -> bool:
-        """Whether it concerns one layer of the resolved list."""
-        return len(self.path) > 1 and self.path[0] == "layers" and _INDEX.fullmatch(self.path[1]) is not None
+    def key(self) -> str:
+        """How errors name it."""
+        return ".".join(self.path)
+
+    @property
+    def depth(self) -> int:
+        """How many parts of the path lead to a single layer, ``layers.3`` or ``layers.at.3``; 0 if it names none."""
+        if len(self.path) > 1 and self.path[0] == "layers" and self.path[1] not in _SECTIONS:
+            return 2
+        return 3 if len(self.path) > 2 and self.path[:2] == ("layers", "at") else 0
 
 
 @dataclass(slots=True)
 class Layer:
-    """One layer's options, and which places in the file they came from, last one first in rank.
+    """One layer's options, and which places in the file they came from.
 
     Attributes:
+        index: of the layer.
         values: the merged options.
-        origins: (path of a place, what it said).
+        origins: for the path of each option, the place that gave it last.
     """
 
     index: int
-    values: Any
-    origins: list[tuple[str, Any]] = field(default_factory=list)
+    values: Any = field(default_factory=dict)
+    origins: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def add(self, origin: str, values: Any) -> None:
         """Merge what one place says."""
         self.values = merge(self.values, values)
-        self.origins.append((origin, values))
+        origins = self.origins | dict.fromkeys(_paths(values), origin)
+        self.origins = {path: origins[path] for path in _paths(self.values) if path in origins}
 
     def locate(self, key: str) -> str:
         """The path, in the file, of a key of this layer."""
-        parts = key.split(".")
-        for depth in range(len(parts), 0, -1):
-            for origin, values in reversed(self.origins):
-                if _holds(values, parts[:depth]):
-                    return f"{origin}.{key}"
-        return f"layers.{self.index}.{key}"
+        path = (*filter(None, key.split(".")), "name")
+        known = next(path[:depth] for depth in range(len(path), -1, -1) if path[:depth] in self.origins)
+        return self.origins[known] + (f".{key}" if key else "")
 
 
-def _holds(values: Any, parts: list[str]) -> bool:
-    for part in parts:
-        if not isinstance(values, Mapping) or part not in values:
-            return False
-        values = values[part]
-    return True
+def _paths(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every option, and of all that hold options; text may be the name of a component."""
+    yield path
+    if isinstance(values, str):
+        yield (*path, "name")
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _paths(value, (*path, str(key)))
 
 
 def merge(base: Any, new: Any) -> Any:
@@ -84,7 +95,7 @@ def layer_index(key: Any, num_layers: int) -> int:
     """
     match = _INDEX.fullmatch(str(key)) if not isinstance(key, bool) else None
     if match is None:
-        raise ZooConfigError(f"{key!r} names no layer", allowed="an index, N//k, N//k+j or N-j")
+        raise ZooConfigError(f"{key!r} names no layer", allowed="an index from 0, N//k, N//k+j or N-j")
     if match["at"]:
         index = int(match["at"])
     elif match["divisor"]:
@@ -92,7 +103,7 @@ def layer_index(key: Any, num_layers: int) -> int:
     else:
         index = num_layers - int(match["minus"])
     if not 0 <= index < num_layers:
-        raise ZooConfigError(f"{key} is layer {index} of {num_layers}", allowed=f"0 to {num_layers - 1}")
+        raise ZooConfigError(f"there is no layer {index}, num_layers is {num_layers}", allowed=f"0 to {num_layers - 1}")
     return index
 
 
@@ -108,20 +119,22 @@ def expand(layers: Any, block: Any, num_layers: int, overrides: list[Override]) 
     Raises:
         ZooConfigError: with the path of what is wrong.
     """
-    result = [Layer(index, block, [("block", block)]) for index in range(num_layers)]
+    result = [Layer(index) for index in range(num_layers)]
     entries, singles = _sections(layers, num_layers)
     for layer in result:
+        layer.add("block", block)
         position = layer.index % len(entries)
         layer.add(f"layers{'' if isinstance(layers, list) else '.pattern'}.{position}", entries[position])
     for key, values in singles.items():
         result[_index(key, num_layers, f"layers.at.{key}")].add(f"layers.at.{key}", values)
     for override in overrides:
-        origin = f"override layers.{override.path[1]}"
+        layer, rest = override.path[: override.depth], override.path[override.depth :]
+        origin = f"override {'.'.join(layer)}"
         values = override.value
-        for part in reversed(override.path[2:]):
+        for part in reversed(rest):
             values = {part: values}
         _require_mapping(values, origin)
-        result[_index(override.path[1], num_layers, origin)].add(origin, values)
+        result[_index(layer[-1], num_layers, origin)].add(origin, values)
     return result
 
 
@@ -143,14 +156,16 @@ def _sections(layers: Any, num_layers: int) -> tuple[list[Any], Mapping[Any, Any
         entries, singles, place = layers, {}, "layers"
     elif isinstance(layers, Mapping):
         for key in layers:
-            if key not in ("pattern", "at"):
-                raise ZooConfigError("unknown key", key=f"layers.{key}", allowed=one_of(key, ("pattern", "at")))
-        entries, singles, place = layers.get("pattern", [{}]), layers.get("at") or {}, "layers.pattern"
+            if key not in _SECTIONS:
+                raise ZooConfigError("unknown key", key=f"layers.{key}", allowed=one_of(key, _SECTIONS))
+        entries, place = layers.get("pattern", [{}]), "layers.pattern"
+        singles = {} if layers.get("at") is None else layers["at"]
     else:
         raise ZooConfigError(f"got {layers!r}", key="layers", allowed="{pattern, at}, or a list of num_layers entries")
     if not isinstance(entries, list) or not entries:
         raise ZooConfigError(f"got {entries!r}", key=place, allowed="a list with at least one entry")
-    _require_mapping(singles, "layers.at")
+    if not isinstance(singles, Mapping):
+        raise ZooConfigError(f"got {singles!r}", key="layers.at", allowed="a mapping, such as {0: {mixer: NAME}}")
     for position, entry in enumerate(entries):
         _require_mapping(entry, f"{place}.{position}")
     for key, values in singles.items():

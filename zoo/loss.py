@@ -52,8 +52,16 @@ def _losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Ten
     log_probs = (hidden @ weight.t()).float().log_softmax(-1)
     counts = (labels != IGNORED)[:, None]
     target = labels.clamp_min(0)[:, None]
-    total = -(log_probs.gather(1, target) * counts).sum()
+    total = -log_probs.gather(1, target).masked_fill(~counts, 0).sum()
     return total, log_probs, target, counts
+
+
+def _gradients(hidden: Tensor, weight: Tensor, labels: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One chunk's summed loss and gradients; its logits die here, before the next chunk's are made."""
+    loss, log_probs, target, counts = _losses(hidden, weight, labels)
+    one_hot = torch.zeros_like(log_probs).scatter(1, target, 1.0)
+    grad_logits = ((log_probs.exp() - one_hot) * (counts / count)).to(hidden.dtype)
+    return loss, grad_logits @ weight, grad_logits.t() @ hidden
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -66,12 +74,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_hidden = []
         for hidden_chunk, labels_chunk in _chunks(hidden, labels):
-            loss, log_probs, target, counts = _losses(hidden_chunk, weight, labels_chunk)
+            loss, grad_hidden_chunk, grad_weight_chunk = _gradients(hidden_chunk, weight, labels_chunk, count)
             total = total + loss
-            one_hot = torch.zeros_like(log_probs).scatter(1, target, 1.0)
-            grad_logits = ((log_probs.exp() - one_hot) * (counts / count)).to(hidden.dtype)
-            grad_hidden.append(grad_logits @ weight)
-            grad_weight = grad_weight + grad_logits.t() @ hidden_chunk
+            grad_hidden.append(grad_hidden_chunk)
+            grad_weight = grad_weight + grad_weight_chunk
         grad_hidden = torch.cat(grad_hidden)[: hidden.shape[0]]
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total / count

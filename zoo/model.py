@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["LanguageModel"]
 
 
+def _forms(layers: list[State]) -> list[dict[str, list[int]]]:
+    return [{key: list(layer[key].shape) for key in sorted(layer)} for layer in layers]
+
+
 class LanguageModel(nn.Module):
     """A stack of blocks between an embedding and a head.
 
@@ -132,13 +136,18 @@ class LanguageModel(nn.Module):
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         self._require("decode", "init_state")
         device, dtype = self.embedding.weight.device, self.embedding.weight.dtype
-        layers = {str(i): mixer.init_state(batch_size, max_length, device, dtype) for i, mixer in enumerate(self.mixers())}
+        layers = {str(i): layer for i, layer in enumerate(self._first_states(batch_size, max_length, device, dtype))}
         values: dict[str, Any] = {
             "positions": torch.zeros(batch_size, dtype=torch.int64, device=device),
             "room": torch.zeros(batch_size, max_length, 0, device=device),  # no bytes: its shape carries max_length
             "layers": layers,
         }
         return TensorDict(values, batch_size=[batch_size], device=device)
+
+    def _first_states(self, *args: Any) -> list[State]:
+        """Of each block's mixer, which may hold further mixers itself."""
+        outermost = [next(part for part in block.modules() if isinstance(part, Mixer)) for block in self.blocks]
+        return [mixer.init_state(*args) for mixer in outermost]
 
     def _advance(self, state: "TensorDict", layers: list[State | None], length: int) -> "TensorDict":
         from tensordict import TensorDict
@@ -180,6 +189,12 @@ class LanguageModel(nn.Module):
             raise ValueError(f"state: expected batch size {tokens.shape[0]}, got {list(state.batch_size)}")
         if can_read_values(tokens):
             room, longest = state["room"].shape[1], int(state["positions"].max()) + tokens.shape[1]
+            expected = self._first_states(tokens.shape[0], room, torch.device("meta"), torch.float32)
+            given = [dict(state["layers"].get(str(i), {}).items()) for i in range(len(state["layers"].keys()))]
+            if _forms(given) != _forms(expected):
+                raise ValueError(
+                    f"state: expected one from this model's init_state, with {_forms(expected)}, got {_forms(given)}"
+                )
             if longest > room:
                 raise ValueError(f"state: it has room for max_length = {room} tokens, these would make {longest}")
 

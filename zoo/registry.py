@@ -1,18 +1,20 @@
 """What exists: the entries of registry.yaml, what users register, and class paths in their own files."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from importlib import import_module
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, TypeVar
 
 from zoo import recipes
 from zoo.errors import ZooConfigError, one_of
+from zoo.mixers.options import NoOptions, Options
 from zoo.yaml_file import read_mapping
 
-__all__ = ["Entry", "entries", "find", "kinds", "list_names", "register", "register_mixer"]
+__all__ = ["Entry", "choices", "entries", "find", "kinds", "list_names", "register", "register_mixer"]
 
 T = TypeVar("T", bound=type)
 
@@ -45,23 +47,37 @@ class Entry:
         """The class.
 
         Raises:
-            ZooConfigError: it cannot be imported, or is not of this kind.
+            ZooConfigError: it cannot be imported, is not of this kind, or has no proper Config.
         """
         found = self.registered or _import(self.path)
         contract = _import(_contracts()[self.kind])
         if not isinstance(found, type) or not issubclass(found, contract):
+            raise ZooConfigError(f"{self.path} is no {self.kind}", allowed=f"a subclass of {_path(contract)}")
+        if isabstract(found):
+            missing = ", ".join(sorted(found.__abstractmethods__))
+            raise ZooConfigError(f"{self.path} is abstract", allowed=f"a class that defines {missing}")
+        config = getattr(found, "Config", NoOptions)
+        if not (isinstance(config, type) and issubclass(config, Options) and is_dataclass(config)):
             raise ZooConfigError(
-                f"{self.path} is no {self.kind}", allowed=f"a subclass of {contract.__module__}.{contract.__name__}"
+                f"{self.path}.Config is {config!r}", allowed=f"a dataclass derived from {_path(Options)}"
+            )
+        if any(option.name == "name" for option in fields(config)):
+            raise ZooConfigError(
+                f"{self.path}.Config has the option 'name'", allowed="any other, as YAML's name is taken"
             )
         return found
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _import(path: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ZooConfigError(f"cannot import {path!r}: {error}") from None
+    except (Exception, SystemExit) as error:  # a module may raise anything
+        raise ZooConfigError(f"cannot import {path!r}: {type(error).__name__}: {error}") from error
 
 
 @cache
@@ -93,6 +109,11 @@ def entries(kind: str | None = None) -> list[Entry]:
     return [entry for entry in _entries().values() if kind in (None, entry.kind)]
 
 
+def choices(kind: str) -> list[str]:
+    """What may stand as the name of a component, in words."""
+    return [*(entry.name for entry in entries(kind)), "a class path"]
+
+
 def find(kind: str, name: str, *, trust_code: bool = True) -> Entry:
     """The entry called ``name``, or one made for it if it is a class path (it has a dot).
 
@@ -107,8 +128,7 @@ def find(kind: str, name: str, *, trust_code: bool = True) -> Entry:
     if (kind, name) in _entries():
         return _entries()[kind, name]
     if "." not in name:
-        allowed = one_of(name, (entry.name for entry in entries(kind)))
-        raise ZooConfigError(f"unknown {kind} {name!r}", allowed=f"{allowed}, or a class path")
+        raise ZooConfigError(f"unknown {kind} {name!r}", allowed=one_of(name, choices(kind)))
     if not trust_code:
         raise ZooConfigError(f"{name!r} is a class path, which is imported only from trusted files", allowed="a name")
     return Entry(kind=kind, name=name, path=name, supports=CAPABILITIES)
@@ -131,23 +151,27 @@ def register(
     """
     if kind not in kinds():
         raise ValueError(f"kind: got {kind!r}, allowed: {one_of(kind, kinds())}")
-    if (kind, name) in _entries():
-        raise ValueError(f"name: a {kind} called {name!r} exists already ({_entries()[kind, name].path})")
-    if not name or "." in name:
+    if not isinstance(name, str) or not name or "." in name:
         raise ValueError(f"name: got {name!r}, allowed: a name without a dot (dots mark class paths)")
+    _require_free(kind, name)
     for capability in supports:
         if capability not in CAPABILITIES:
             raise ValueError(f"supports: got {capability!r}, allowed: {one_of(capability, CAPABILITIES)}")
 
     def add(cls: T) -> T:
         line = summary or (cls.__doc__ or "").strip().partition("\n")[0]
-        path = f"{cls.__module__}.{cls.__qualname__}"
-        entry = Entry(kind, name, path, line, paper, tuple(supports), registered=cls)
+        entry = Entry(kind, name, _path(cls), line, paper, tuple(supports), registered=cls)
         entry.load()
+        _require_free(kind, name)
         _entries()[kind, name] = entry
         return cls
 
     return add
+
+
+def _require_free(kind: str, name: str) -> None:
+    if (kind, name) in _entries():
+        raise ValueError(f"name: a {kind} called {name!r} exists already ({_entries()[kind, name].path})")
 
 
 register_mixer = partial(register, "mixer")

@@ -82,8 +82,13 @@ def _check(
     if q.ndim != 4:
         raise ValueError(f"q: expected [B, T, H, D], got {list(q.shape)}")
     B, T, H, D = q.shape
+    if mask is not None:
+        _check_mask(mask, B, T)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_floating_point():
+            raise ValueError(f"{name}: expected a floating-point dtype, got {x.dtype}")
     keys = T if mask is None else mask.shape[-1]
-    if k.ndim != 4 or k.shape[0] != B or k.shape[1] != keys or k.shape[3] != D or H % k.shape[2]:
+    if k.ndim != 4 or k.shape[0] != B or k.shape[1] != keys or k.shape[3] != D or not k.shape[2] or H % k.shape[2]:
         raise ValueError(f"k: expected [{B}, {keys}, G, {D}] with G dividing {H}, got {list(k.shape)}")
     if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v: expected {[*k.shape[:3], 'D_v']}, got {list(v.shape)}")
@@ -93,3 +98,10 @@ def _check(
         raise ValueError("mask: it already says what is visible; give neither window nor cu_seqlens with it")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch_size=B, length=T)
+
+
+def _check_mask(mask: Tensor, batch_size: int, length: int) -> None:
+    shape = list(mask.shape)
+    if mask.dtype != torch.bool or shape[:-1] not in ([1, 1, length], [batch_size, 1, length]):
+        expected = f"[{batch_size}, 1, {length}, T_k]" + (f" or [1, 1, {length}, T_k]" if batch_size > 1 else "")
+        raise ValueError(f"mask: expected bool {expected}, got {shape} {mask.dtype}")

@@ -3,6 +3,8 @@
 Shapes: B batch, T_q queries, T_k keys, H heads, G key/value heads, D head dim.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,9 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: fl
     """
     precise = torch.float64 if v.dtype == torch.float64 else torch.float32
     groups = q.shape[2] // k.shape[2]
-    k, values = (x.to(precise).repeat_interleave(groups, 2) for x in (k, v))
-    logits = torch.einsum("bqhd,bkhd->bhqk", q.to(precise), k) * scale
-    weights = logits.masked_fill(~mask, float("-inf")).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, values).contiguous().to(v.dtype)
+    # Autocast would turn the fp32 products into bf16 ones; it knows no meta tensors.
+    with torch.autocast(q.device.type, enabled=False) if q.device.type != "meta" else nullcontext():
+        keys, values = (x.to(precise).repeat_interleave(groups, 2) for x in (k, v))
+        logits = torch.einsum("bqhd,bkhd->bhqk", q.to(precise), keys) * scale
+        weights = logits.masked_fill(~mask, float("-inf")).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, values).contiguous().to(v.dtype)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-__all__ = ["SIZES", "names", "path"]
+__all__ = ["SIZES", "names", "path", "summary"]
 
 SIZES = ("tiny", "340m", "1.3b")
 _FOLDER = Path(__file__).parent
@@ -17,3 +17,8 @@ def names() -> list[str]:
 def path(name: str) -> Path:
     """The file of a recipe, which exists if ``name`` is one of `names`."""
     return _FOLDER / f"{name}.yaml"
+
+
+def summary(name: str) -> str:
+    """What the recipe's file says of itself in its first line."""
+    return path(name).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")

@@ -1,0 +1,32 @@
+# Everything runs in a virtual environment of its own, made on first use and again when its recipe changes.
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+
+.PHONY: help compare test check clean
+
+help:  ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("mixer-zoo needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@test -d zoo/kernels || { echo "zoo/kernels is no link to ../kernels: clone with git on a system that has symbolic links"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+compare: $(READY)  ## train and run every architecture, eager and compiled: table, plot, JSON (in results/compare)
+	$(VENV)/bin/zoo compare
+
+test: check  ## checks and tests
+	$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal --durations 8
+
+check: $(READY)  ## lint, format, types, import order
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/basedpyright
+	$(VENV)/bin/lint-imports
+
+clean:  ## remove the environment, results and caches
+	rm -rf $(VENV) results build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,88 @@
+"""The shared feature maps against torch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoo.mixers.feature_maps import OnePlusELU, ShortConvolution, activate_beta, l1_normalize, l2_normalize
+
+
+def convolution(size: int, bias: bool) -> ShortConvolution:
+    module = ShortConvolution(6, size, bias=bias)
+    if module.bias is not None:
+        torch.nn.init.normal_(module.bias)
+    return module
+
+
+def conv1d(x: Tensor, module: ShortConvolution) -> Tensor:
+    size = module.weight.shape[0]
+    weight = module.weight.flip(0).t()[:, None]
+    return F.conv1d(F.pad(x.mT, (size - 1, 0)), weight, module.bias, groups=x.shape[2]).mT
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 20])
+def test_convolution_equals_conv1d(size: int, bias: bool, length: int) -> None:
+    module, x = convolution(size, bias), torch.randn(3, length, 6, requires_grad=True)
+    leaves = [x, *module.parameters()]
+    results = []
+    for y in (module(x)[0], conv1d(x, module)):
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_convolution_goes_on_from_its_taps(size: int) -> None:
+    module, x = convolution(size, True), torch.randn(2, 12, 6)
+    expected, last = module(x)
+    taps, ys = None, []
+    for piece in x.split((1, 2, 5, 1, 3), 1):
+        y, taps = module(piece, taps=taps)
+        ys.append(y)
+    torch.testing.assert_close(torch.cat(ys, 1), expected)
+    assert taps is not None
+    assert torch.equal(taps, last)
+    assert torch.equal(last, x[:, 12 - (size - 1) :])
+
+
+def test_convolution_stays_within_documents() -> None:
+    module, x, pieces = convolution(4, True), torch.randn(1, 12, 6), (1, 2, 5, 1, 3)
+    positions = torch.cat([torch.arange(piece) for piece in pieces])[None]
+    separate = torch.cat([module(piece)[0] for piece in x.split(pieces, 1)], 1)
+    torch.testing.assert_close(module(x, positions)[0], separate)
+
+
+@pytest.mark.parametrize("normalize", [l2_normalize, l1_normalize])
+@pytest.mark.parametrize("value", [0.0, 1e-20, 1e18])
+def test_norms_have_finite_gradients_everywhere(normalize, value: float) -> None:
+    x = torch.full((2, 5), value, requires_grad=True)
+    y = normalize(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.isfinite(y).all()
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(("normalize", "order"), [(l2_normalize, 2), (l1_normalize, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_norms_divide_by_the_norm(normalize, order: int, dtype: torch.dtype) -> None:
+    x = torch.randn(4, 16).to(dtype)
+    expected = F.normalize(x.double(), p=order, dim=-1)
+    assert normalize(x).dtype == dtype
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(normalize(x).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "highest"), [("sigmoid", 1), ("2sigmoid", 2)])
+def test_beta_range(kind, highest: int) -> None:
+    beta = activate_beta(torch.tensor([-100.0, 0.0, 100.0]).bfloat16(), kind)
+    assert beta.dtype == torch.float32
+    assert beta.tolist() == [pytest.approx(0, abs=1e-30), highest / 2, highest]
+
+
+def test_one_plus_elu() -> None:
+    x = torch.tensor([-50.0, -1.0, 0.0, 2.0])
+    torch.testing.assert_close(OnePlusELU()(x), torch.where(x > 0, 1 + x, x.exp()), atol=1e-7, rtol=1e-5)
+    assert (OnePlusELU()(x) >= 0).all()

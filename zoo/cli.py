@@ -1,0 +1,223 @@
+"""The ``zoo`` command."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zoo import __version__
+
+if TYPE_CHECKING:
+    from zoo.compare.plan import Cell, Plan
+
+__all__ = ["main"]
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch loads: its profiler would log every start and stop
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Sequence-model architectures with swappable token mixers: list them, look into them, compare them.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _zoo(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, help="Show the version.", is_eager=True)
+    ] = False,
+) -> None:
+    del version
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes, in order, e.g. dim=512 layers.3.mixer=full_attention"),
+]
+
+
+@app.command("list")
+def list_command(
+    pattern: Annotated[str, typer.Argument(help="Names to show, with the wildcards * ? [ ].")] = "*",
+    kind: Annotated[str | None, typer.Option(help="mixer, block, norm, mlp, feature_map or recipe.")] = None,
+) -> None:
+    """List the components and recipes."""
+    from rich.table import Table
+
+    from zoo import recipes, registry
+
+    names = set(registry.list_names(pattern, kind))
+    if not names:
+        raise ValueError(f"nothing is called {pattern!r}; zoo list shows everything")
+    table = Table("kind", "name", "summary", "paper", "supports")
+    rows = [
+        (entry.kind, entry.name, entry.summary, entry.paper, ", ".join(entry.supports))
+        for entry in registry.entries(kind)
+    ]
+    if kind in (None, "recipe"):
+        rows += [("recipe", name, recipes.summary(name), None, "") for name in recipes.names()]
+    previous = None
+    for row in rows:
+        if row[1] in names:
+            if previous not in (None, row[0]):
+                table.add_section()
+            previous = row[0]
+            table.add_row(*(value or "" for value in row))
+    _console().print(table)
+
+
+@app.command()
+def show(
+    recipe: Annotated[str, typer.Argument(help="A recipe or the path of a YAML file.")],
+    overrides: Overrides = None,
+) -> None:
+    """Print the resolved configuration as YAML, which builds the same model again."""
+    from zoo.config import resolve
+
+    config = resolve(recipe, overrides or ())
+    print(
+        f"# {config.num_params:,} parameters; at 2048 tokens: {config.flops_per_token(2048) / 1e6:,.1f} MFLOPs a token"
+    )
+    print(f"# forward, {config.state_bytes(2048):,} bytes of decoding state in bf16")
+    print(config.to_yaml(), end="")
+
+
+@app.command()
+def compare(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE]...",
+            help="Recipes or paths of YAML files. Default: every recipe, tiny on a CPU, 340m on CUDA.",
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Sequence lengths, e.g. 512,2k. Default: 256,1024 on a CPU, 2048 on CUDA.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results.json, table.md and plot.png.")] = Path(
+        "results/compare"
+    ),
+    text: Annotated[
+        Path | None, typer.Option(help="Text to learn from, as bytes. Default: the Python standard library's sources.")
+    ] = None,
+    tokens_per_step: Annotated[
+        int | None,
+        typer.Option(help="Tokens of each step, whatever the length. Default: 2048 on a CPU, 32768 on CUDA."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps of each cell.")] = 10,
+    warmup: Annotated[int, typer.Option(help="Untimed steps before them.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the initialisation.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda when there is one.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32 on a CPU, bfloat16 on CUDA.")
+    ] = None,
+) -> None:
+    """Train and run several architectures on real text, eager and compiled, and compare them.
+
+    Each architecture at each length makes training steps (forward, loss, backward, AdamW) and forward passes.
+    Shows a table, writes results.json, table.md and plot.png, and prints one JSON object as the last line.
+    """
+    from zoo.compare.plan import make_plan
+    from zoo.files import require_writable
+
+    plan = make_plan(
+        sources or [],
+        lengths=None if lengths is None else _lengths(lengths),
+        tokens_per_step=tokens_per_step,
+        warmup=warmup,
+        steps=steps,
+        seed=seed,
+        device=device,
+        dtype=None if dtype is None else _dtype(dtype),
+        text=text,
+    )
+    try:
+        require_writable(out)
+    except OSError as error:
+        raise ValueError(f"--out: cannot write to {out}: {error.strerror or error}") from None
+    results = _run(plan, out)
+    if any("error" in row for row in results["rows"]):
+        raise typer.Exit(1)
+
+
+def _run(plan: "Plan", out: Path) -> dict[str, Any]:
+    """Measure with progress on stderr; table and JSON on stdout; files in ``out``."""
+    from zoo.compare import report
+    from zoo.compare.run import run_plan
+    from zoo.files import write_whole
+
+    progress, cells = _console(stderr=True), plan.cells()
+    with progress.status("") as status:
+
+        def announce(number: int, cell: "Cell") -> None:
+            line = f"[{number}/{len(cells)}] {cell}"
+            status.update(line)
+            if not progress.is_terminal:
+                progress.print(line, highlight=False, markup=False)
+
+        def keep(results: dict[str, Any]) -> None:
+            write_whole(out / "results.json", lambda path: path.write_text(json.dumps(results, indent=1) + "\n"))
+            row = results["rows"][-1]
+            outcome = row.get("error") or f"{row['tokens_per_s']:,.0f} tokens/s"
+            compiled = f" (compiled in {row['compile_s']:.1f} s)" if row.get("compile_s") else ""
+            progress.print(f"  {cells[len(results['rows']) - 1]}: {outcome}{compiled}", highlight=False, markup=False)
+
+        results = run_plan(plan, announce, keep)
+        status.update("plotting")
+        write_whole(out / "table.md", lambda path: path.write_text(report.markdown(results)))
+        write_whole(out / "plot.png", lambda path: report.plot(results, path))
+    _console().print(report.table(results))
+    print(f"{out / 'results.json'}  {out / 'table.md'}  {out / 'plot.png'}")
+    print(json.dumps(results))
+    return results
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    found = []
+    for part in text.split(","):
+        digits, thousand = (part.strip().lower().removesuffix("k"), part.strip().lower().endswith("k"))
+        if not digits.isdecimal() or int(digits) < 1:
+            raise ValueError(f"--lengths: got {part!r}, allowed: numbers of tokens, such as 512,2k")
+        found.append(int(digits) * (1024 if thousand else 1))
+    return tuple(dict.fromkeys(found))
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    allowed = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in allowed:
+        raise ValueError(f"--dtype: got {name!r}, allowed: {', '.join(allowed)}")
+    return allowed[name]
+
+
+def _console(*, stderr: bool = False) -> Any:
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    if not console.is_terminal:
+        console.width = 200  # a pipe has no width: let no column be cut
+    return console
+
+
+def main() -> None:
+    """Run the command; a mistake of the user's ends in one line and exit status 2."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        print(f"zoo: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`zoo compare`: the same work for several architectures, eager and compiled, in one run."""

@@ -1,0 +1,151 @@
+"""What a comparison will measure, decided and checked before anything runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zoo import recipes
+from zoo.config import ModelConfig, resolve
+from zoo.text import batches, read_bytes
+
+__all__ = ["MODES", "Cell", "Mode", "Plan", "make_plan"]
+
+Mode = Literal["train", "forward"]
+MODES: tuple[Mode, ...] = ("train", "forward")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measurement.
+
+    Attributes:
+        recipe: name of the architecture.
+        length: tokens in a sequence.
+        mode: "train" (forward, loss, backward, AdamW) or "forward" (the logits alone).
+        compiled: by torch.compile, or eager.
+    """
+
+    recipe: str
+    length: int
+    mode: Mode
+    compiled: bool
+
+    def __str__(self) -> str:
+        return f"{self.recipe}  T {self.length}  {self.mode}  {'compiled' if self.compiled else 'eager'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole comparison.
+
+    Attributes:
+        configs: by the name that the results show.
+        lengths: tokens in a sequence, each.
+        tokens_per_step: the same for every length.
+        steps: timed steps of each cell, after ``warmup`` untimed ones.
+        text: [N] uint8, what the models learn from.
+    """
+
+    configs: dict[str, ModelConfig]
+    lengths: tuple[int, ...]
+    tokens_per_step: int
+    warmup: int
+    steps: int
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+    text: Tensor
+
+    def cells(self) -> list[Cell]:
+        """Every measurement; those that share a model stand together."""
+        return [
+            Cell(recipe, length, mode, compiled)
+            for recipe in self.configs
+            for mode in MODES
+            for compiled in (False, True)
+            for length in self.lengths
+        ]
+
+
+def make_plan(
+    sources: list[str],
+    *,
+    lengths: tuple[int, ...] | None = None,
+    tokens_per_step: int | None = None,
+    warmup: int = 3,
+    steps: int = 10,
+    seed: int = 0,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    text: Path | None = None,
+) -> Plan:
+    """Fill in what was left open, and refuse what cannot run.
+
+    Args:
+        sources: recipes or paths; none stands for every recipe, tiny on a CPU and 340m on CUDA.
+        lengths: 256 and 1024 on a CPU, 2048 on CUDA, if None.
+        tokens_per_step: 2048 on a CPU, 32768 on CUDA, or the longest length if that is more, if None.
+        warmup: untimed steps of each cell.
+        steps: timed steps of each cell.
+        seed: of the initialisation.
+        device: CUDA when there is one, if None.
+        dtype: fp32 on a CPU, bf16 on CUDA, if None.
+        text: a text file; the Python standard library's sources if None.
+
+    Raises:
+        ValueError: something in it is missing, out of range or unfit (`ZooConfigError` for a configuration).
+    """
+    where = _device(device)
+    on_cuda = where.type == "cuda"
+    lengths = lengths or ((2048,) if on_cuda else (256, 1024))
+    tokens_per_step = tokens_per_step or max(32768 if on_cuda else 2048, *lengths)
+    for name, value, least in (
+        ("lengths", min(lengths), 1),
+        ("tokens-per-step", tokens_per_step, max(lengths)),
+        ("warmup", warmup, 1),
+        ("steps", steps, 1),
+    ):
+        if value < least:
+            raise ValueError(f"--{name}: got {value}, allowed: at least {least}")
+    size = "340m" if on_cuda else "tiny"
+    configs = _configs(sources or [name for name in recipes.names() if name.endswith(f"-{size}")])
+    data = read_bytes(text)
+    batches(data, 1, max(lengths))  # raises if the text is too short
+    return Plan(
+        configs=configs,
+        lengths=lengths,
+        tokens_per_step=tokens_per_step,
+        warmup=warmup,
+        steps=steps,
+        seed=seed,
+        device=where,
+        dtype=dtype or (torch.bfloat16 if on_cuda else torch.float32),
+        text=data,
+    )
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"--device: got {name!r}, allowed: cpu, cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: got {name!r}, allowed: cpu, cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: got {name!r}, but there is no usable CUDA device, allowed: cpu")
+    return device
+
+
+def _configs(sources: list[str]) -> dict[str, ModelConfig]:
+    configs: dict[str, ModelConfig] = {}
+    for source in sources:
+        config = resolve(source)
+        if config.vocab_size < 256:
+            raise ValueError(f"{source}: vocab_size is {config.vocab_size}, allowed: at least 256, for bytes of text")
+        if config.name in configs:
+            raise ValueError(f"{source}: another model is called {config.name!r} too; give it another name")
+        configs[config.name] = config
+    return configs

@@ -1,0 +1,164 @@
+"""Results as a table, as Markdown, and as a plot."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+__all__ = ["markdown", "plot", "table"]
+
+Row = dict[str, Any]
+
+_COLUMNS = (
+    "recipe",
+    "length",
+    "mode",
+    "eager tok/s",
+    "compiled tok/s",
+    "speedup",
+    "step ms",
+    "peak MiB",
+    "compile s",
+    "graphs",
+    "breaks",
+    "params",
+    "MFLOP/tok",
+    "loss",
+)
+
+
+def _pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """(eager, compiled) of each recipe, length and mode; training first, then by length."""
+    found: dict[tuple[str, int, str], dict[bool, Row]] = {}
+    for row in rows:
+        found.setdefault((row["recipe"], row["length"], row["mode"]), {})[row["compiled"]] = row
+    pairs = [(pair.get(False, {}), pair.get(True, {})) for pair in found.values()]
+    return sorted(pairs, key=lambda pair: _order(pair[0] or pair[1]))
+
+
+def _order(row: Row) -> tuple[bool, int]:
+    return row["mode"] != "train", row["length"]
+
+
+def _cells(eager: Row, compiled: Row) -> list[str]:
+    """One line of the table: throughput of both, and the other figures of the compiled one."""
+    either = compiled or eager
+    both = "tokens_per_s" in eager and "tokens_per_s" in compiled
+    speedup = f"{compiled['tokens_per_s'] / eager['tokens_per_s']:.2f}x" if both else "-"
+    best = compiled if "tokens_per_s" in compiled else eager
+    return [
+        either["recipe"],
+        f"{either['length']}",
+        either["mode"],
+        *(_rate(row) for row in (eager, compiled)),
+        speedup,
+        _number(best.get("step_ms"), "{:.1f}"),
+        _number(best.get("peak_bytes"), "{:,.0f}", 2**-20),
+        _number(compiled.get("compile_s"), "{:.1f}"),
+        _number(compiled.get("graphs"), "{}"),
+        _number(compiled.get("graph_breaks"), "{}"),
+        _number(best.get("params"), "{:.2f}M", 1e-6),
+        _number(best.get("flops_per_token"), "{:,.1f}", 1e-6),
+        _number(best.get("loss"), "{:.3f}"),
+    ]
+
+
+def _rate(row: Row) -> str:
+    if "error" in row:
+        return "failed"
+    if not row:
+        return "-"
+    middle, low, high = (row[key] for key in ("tokens_per_s", "tokens_per_s_p20", "tokens_per_s_p80"))
+    return f"{middle:,.0f} ±{(high - low) / 2 / middle:.0%}"
+
+
+def _number(value: float | None, form: str, factor: float = 1) -> str:
+    return "-" if value is None else form.format(value if factor == 1 else value * factor)
+
+
+def table(results: dict[str, Any]) -> Table:
+    """For the terminal."""
+    result = Table(title=_title(results), caption=_CAPTION, title_justify="left", caption_justify="left")
+    for index, name in enumerate(_COLUMNS):
+        result.add_column(name, justify="left" if index in (0, 2) else "right", no_wrap=True)
+    mode = None
+    for pair in _pairs(results["rows"]):
+        cells = _cells(*pair)
+        if mode not in (None, cells[2]):
+            result.add_section()
+        mode = cells[2]
+        result.add_row(*cells)
+    return result
+
+
+_CAPTION = (
+    "tok/s: median ± half the distance from the 20th to the 80th percentile. Step time, peak memory (parameters, "
+    "optimiser state and activations) and loss: compiled."
+)
+
+
+def markdown(results: dict[str, Any], mode: str = "train") -> str:
+    """A Markdown table of one mode, with what it was measured on."""
+    keep = [0, 1, *range(3, len(_COLUMNS))]
+    lines = [_cells(*pair) for pair in _pairs(row for row in results["rows"] if row["mode"] == mode)]
+    header = [_COLUMNS[index] for index in keep]
+    rule = ["---" if index == 0 else "---:" for index in keep]
+    rows = [header, rule, *([line[index] for index in keep] for line in lines)]
+    return _title(results) + ":\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def _title(results: dict[str, Any]) -> str:
+    machine, settings = results["machine"], results["settings"]
+    return (
+        f"{machine['device']}, torch {machine['torch']}, {settings['dtype']}, "
+        f"{settings['tokens_per_step']:,} tokens a step, medians of {settings['steps']} steps"
+    )
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Throughput of each mode, and the memory of training: one group of bars a recipe, one bar a length.
+
+    Args:
+        results: of `zoo.compare.run.run_plan`.
+        path: of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [row for row in results["rows"] if "error" not in row]
+    recipes = list(dict.fromkeys(row["recipe"] for row in results["rows"]))
+    lengths = sorted({row["length"] for row in results["rows"]})
+    panels = [("train", "tokens_per_s", 1e-3, "training: thousand tokens/s"),
+              ("forward", "tokens_per_s", 1e-3, "forward: thousand tokens/s"),
+              ("train", "peak_bytes", 2**-20, "training: peak memory, MiB")]  # fmt: skip
+    figure = Figure(figsize=(15, 1.6 + 0.5 * len(recipes) * max(len(lengths), 2)), layout="constrained")
+    for axes, (mode, key, factor, title) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
+        chosen = [row for row in rows if row["mode"] == mode]
+        _bars(axes, chosen, recipes, lengths, key, factor)
+        axes.set_title(title, loc="left", fontsize=11)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(_title(results), x=0.01, ha="left", fontsize=11)
+    figure.savefig(path, dpi=120)
+
+
+def _bars(axes: Any, rows: list[Row], recipes: list[str], lengths: list[int], key: str, factor: float) -> None:
+    kinds = [(length, compiled) for length in lengths for compiled in (False, True)]
+    height = 0.8 / len(kinds)
+    for index, (length, compiled) in enumerate(kinds):
+        shown = [row for row in rows if (row["length"], row["compiled"]) == (length, compiled)]
+        values = {row["recipe"]: row[key] * factor for row in shown}
+        places = [position - 0.4 + (index + 0.5) * height for position in range(len(recipes))]
+        bars = axes.barh(
+            places,
+            [values.get(recipe, 0) for recipe in recipes],
+            height * 0.92,
+            color=f"C{lengths.index(length)}",
+            alpha=1.0 if compiled else 0.4,
+            label=f"T {length} {'compiled' if compiled else 'eager'}",
+        )
+        axes.bar_label(bars, [f"{values[r]:,.3g}" if r in values else "failed" for r in recipes], padding=3, fontsize=8)
+    axes.set_yticks(range(len(recipes)), recipes)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.spines[["top", "right"]].set_visible(False)

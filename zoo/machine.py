@@ -1,0 +1,58 @@
+"""What a measurement ran on."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["describe"]
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """The header of every result: processor or GPU, versions, commit.
+
+    Args:
+        device: where the work runs.
+    """
+    header: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda,
+        "zoo": _version("mixer-zoo"),
+        "commit": _git("rev-parse", "HEAD"),
+        "changed_since_commit": bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
+    return header
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the checkout that this file lies in, or None outside one."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
