@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
+from zoo.files import write_whole
 from zoo.machine import describe
 
 HERE = Path(__file__).resolve().parent
@@ -113,9 +114,7 @@ def main() -> None:
     for name, row in times.items():
         cells = [f"{row[x]['median_ms']} ({row[x]['p20_ms']} - {row[x]['p80_ms']})" for x in FORMS]
         print(f"{name:<24}{cells[0]:>28}{cells[1]:>28}{row['speedup']:>9}x")
-    partial = args.out.with_suffix(".partial")  # a run that is stopped leaves the old file whole
-    partial.write_text(json.dumps(result, indent=2) + "\n")
-    partial.replace(args.out)
+    write_whole(args.out, lambda path: path.write_text(json.dumps(result, indent=2) + "\n"))
     print(json.dumps(result))
 
 

@@ -40,6 +40,8 @@ def _zoo(
     del version
 
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes, in order, e.g. dim=512 layers.3.mixer=full_attention"),
@@ -104,6 +106,7 @@ def compare(
     lengths: Annotated[
         str | None, typer.Option(help="Sequence lengths, e.g. 512,2k. Default: 256,1024 on a CPU, 2048 on CUDA.")
     ] = None,
+    mode: Annotated[str | None, typer.Option(help="train or forward. Default: both.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for results.json, table.md and plot.png.")] = Path(
         "results/compare"
     ),
@@ -127,18 +130,21 @@ def compare(
     Each architecture at each length makes training steps (forward, loss, backward, AdamW) and forward passes.
     Shows a table, writes results.json, table.md and plot.png, and prints one JSON object as the last line.
     """
-    from zoo.compare.plan import make_plan
+    import torch
+
+    from zoo.compare.plan import MODES, make_plan
     from zoo.files import require_writable
 
     plan = make_plan(
         sources or [],
+        modes=MODES if mode is None else (_choice("--mode", mode, {name: name for name in MODES}),),
         lengths=None if lengths is None else _lengths(lengths),
         tokens_per_step=tokens_per_step,
         warmup=warmup,
         steps=steps,
         seed=seed,
         device=device,
-        dtype=None if dtype is None else _dtype(dtype),
+        dtype=None if dtype is None else _choice("--dtype", dtype, {name: getattr(torch, name) for name in _DTYPES}),
         text=text,
     )
     try:
@@ -192,13 +198,10 @@ def _lengths(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _dtype(name: str) -> Any:
-    import torch
-
-    allowed = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in allowed:
-        raise ValueError(f"--dtype: got {name!r}, allowed: {', '.join(allowed)}")
-    return allowed[name]
+def _choice(option: str, name: str, choices: dict[str, Any]) -> Any:
+    if name not in choices:
+        raise ValueError(f"{option}: got {name!r}, allowed: {', '.join(choices)}")
+    return choices[name]
 
 
 def _console(*, stderr: bool = False) -> Any:

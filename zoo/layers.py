@@ -93,7 +93,7 @@ def layer_index(key: Any, num_layers: int) -> int:
     Raises:
         ZooConfigError: it is none of these, or past the end.
     """
-    match = _INDEX.fullmatch(str(key)) if not isinstance(key, bool) else None
+    match = _INDEX.fullmatch(str(key))
     if match is None:
         raise ZooConfigError(f"{key!r} names no layer", allowed="an index from 0, N//k, N//k+j or N-j")
     if match["at"]:

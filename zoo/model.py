@@ -42,6 +42,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(components.make("block", layer, config.dim) for layer in config.layers)
         self.norm = components.make("norm", config.norm, config.dim)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lacking = _lacking(config)
         self.shared = tuple(dict.fromkeys(shared for mixer in self.mixers() for shared in mixer.shared))
         self.reset_parameters()
 
@@ -160,10 +161,8 @@ class LanguageModel(nn.Module):
         return TensorDict(values, batch_size=state.batch_size, device=state.device)
 
     def _require(self, capability: str, wanted_by: str) -> None:
-        for index, layer in enumerate(self.config.layers):
-            mixer = getattr(layer.options, "mixer", None)
-            if mixer is not None and capability not in registry.find("mixer", mixer.name).supports:
-                raise ValueError(f"{wanted_by}: layer {index}'s mixer {mixer.name!r} does not support {capability!r}")
+        if capability in self.lacking:
+            raise ValueError(f"{wanted_by}: {self.lacking[capability]} does not support {capability!r}")
 
     def _check(
         self, tokens: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None, state: "TensorDict | None"
@@ -203,3 +202,14 @@ class LanguageModel(nn.Module):
             raise ValueError(
                 f"{name}: expected ids from 0 to {self.vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}"
             )
+
+
+def _lacking(config: ModelConfig) -> dict[str, str]:
+    """The capabilities that some mixer lacks, and the first that does; looked up here, since a graph cannot."""
+    lacking: dict[str, str] = {}
+    for index, layer in enumerate(config.layers):
+        mixer = getattr(layer.options, "mixer", None)
+        if mixer is not None:
+            for capability in set(registry.CAPABILITIES) - set(registry.find("mixer", mixer.name).supports):
+                lacking.setdefault(capability, f"layer {index}'s mixer {mixer.name!r}")
+    return lacking

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zoo
 from zoo import recipes, registry
+from zoo.blocks.pre_norm import PreNorm
 from zoo.config import ModelConfig, resolve
 from zoo.errors import ZooConfigError
 from zoo.mixers.contract import Mixer
@@ -226,6 +227,16 @@ def test_what_is_registered_is_suggested(registered: Any) -> None:
 def test_register_another_kind(registered: Any) -> None:
     zoo.register("norm", "no_norm")(nn.Identity)
     assert resolve(model("full_attention", block={"norm": "no_norm"})).norm == Component("no_norm", NoOptions())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"block": {"name": "twin", "norm": "layer_norm"}}, {"layers": [{"name": "twin", "mixer": "delta_net"}]}]
+)
+def test_a_block_of_another_name_resolves_to_itself(registered: Any, changes: dict[str, Any]) -> None:
+    zoo.register("block", "twin")(PreNorm)
+    config = resolve(model("delta_net", **changes))
+    assert config.layers[0].name == "twin"
+    assert resolve(config.to_dict()) == config
 
 
 @pytest.mark.parametrize("name", ["delta_net", "copy"])

@@ -43,6 +43,7 @@ class Plan:
 
     Attributes:
         configs: by the name that the results show.
+        modes: what a step is.
         lengths: tokens in a sequence, each.
         tokens_per_step: the same for every length.
         steps: timed steps of each cell, after ``warmup`` untimed ones.
@@ -50,6 +51,7 @@ class Plan:
     """
 
     configs: dict[str, ModelConfig]
+    modes: tuple[Mode, ...]
     lengths: tuple[int, ...]
     tokens_per_step: int
     warmup: int
@@ -64,7 +66,7 @@ class Plan:
         return [
             Cell(recipe, length, mode, compiled)
             for recipe in self.configs
-            for mode in MODES
+            for mode in self.modes
             for compiled in (False, True)
             for length in self.lengths
         ]
@@ -73,6 +75,7 @@ class Plan:
 def make_plan(
     sources: list[str],
     *,
+    modes: tuple[Mode, ...] = MODES,
     lengths: tuple[int, ...] | None = None,
     tokens_per_step: int | None = None,
     warmup: int = 3,
@@ -86,6 +89,7 @@ def make_plan(
 
     Args:
         sources: recipes or paths; none stands for every recipe, tiny on a CPU and 340m on CUDA.
+        modes: of `MODES`.
         lengths: 256 and 1024 on a CPU, 2048 on CUDA, if None.
         tokens_per_step: 2048 on a CPU, 32768 on CUDA, or the longest length if that is more, if None.
         warmup: untimed steps of each cell.
@@ -116,6 +120,7 @@ def make_plan(
     batches(data, 1, max(lengths))  # raises if the text is too short
     return Plan(
         configs=configs,
+        modes=modes,
         lengths=lengths,
         tokens_per_step=tokens_per_step,
         warmup=warmup,

@@ -1,0 +1,74 @@
+"""Every snippet of the README runs, and its table is what was measured."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zoo.compare.report import markdown
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    return [text for name, text in BLOCKS if name == language]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (example,) = blocks("yaml")
+    assert example.startswith("# mine.yaml\n")
+    (tmp_path / "mine.yaml").write_text(example)
+    return tmp_path
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_python_snippets_run_in_order(folder: Path) -> None:
+    shown = run([sys.executable, "-c", "\n".join(blocks("python"))], folder)
+    assert "mine.yaml: override layers.1.mixer.windw: unknown option" in shown
+    assert "did you mean 'window'?" in shown
+
+
+def commands() -> list[str]:
+    lines = [line.split("   #")[0] for text in blocks("sh") for line in text.splitlines()]
+    assert all(line.startswith(("make ", "zoo ")) for line in lines)
+    return [line for line in lines if line.startswith("zoo ")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_run(folder: Path, command: str) -> None:
+    arguments = [part.strip('"') for part in re.findall(r'"[^"]*"|\S+', command)][1:]
+    run([sys.executable, "-m", "zoo.cli", *arguments], folder)
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^make (\w+)", "".join(blocks("sh")), re.MULTILINE))
+    assert targets == {"compare", "test"}
+    for target in targets:
+        subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_diff_applies_and_builds(folder: Path) -> None:
+    (diff,) = blocks("diff")
+    removed, added = (line[1:] for line in diff.splitlines())
+    text = (folder / "mine.yaml").read_text()
+    assert text.count(removed) == 1
+    (folder / "mine.yaml").write_text(text.replace(removed, added))
+    shown = run([sys.executable, "-m", "zoo.cli", "show", "mine.yaml"], folder)
+    assert "name: full_attention" in shown
+    assert "sliding_window" not in shown
+
+
+def test_the_table_is_the_measured_one() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "compare_340m_h200.json").read_text())
+    assert markdown(measured) in README

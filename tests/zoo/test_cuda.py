@@ -1,0 +1,74 @@
+"""The models on a CUDA device: equal to the CPU, compiled as one graph."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import zoo
+from zoo import recipes
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+TINY = [name for name in recipes.names() if name.endswith("-tiny")]
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    found = {name: parameter.grad.cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).norm() / gradient.norm()
+        assert error < tolerance, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("recipe", TINY)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_cuda_eager_and_compiled_equal_the_cpu(recipe: str, packed: bool) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    on_cpu = zoo.build(recipe, seed=0)
+    on_cuda = zoo.build(recipe).cuda()
+    on_cuda.load_state_dict(on_cpu.state_dict())
+    tokens = torch.randint(256, (1, 333) if packed else (3, 161), generator=torch.Generator().manual_seed(0))
+    cu_seqlens = torch.tensor([0, 1, 3, 70, 333], dtype=torch.int32) if packed else None
+    expected = on_cpu(tokens, labels=tokens, cu_seqlens=cu_seqlens)
+    expected.backward()
+    expected_gradients = gradients(on_cpu)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.cuda()
+    for call in (on_cuda, torch.compile(on_cuda, fullgraph=True)):
+        loss = call(tokens.cuda(), labels=tokens.cuda(), cu_seqlens=cu_seqlens)
+        loss.backward()
+        torch.testing.assert_close(loss.cpu(), expected, atol=1e-4, rtol=0)
+        assert_same_gradients(gradients(on_cuda), expected_gradients, 1e-3)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_decoding_in_pieces_equals_one_pass(recipe: str) -> None:
+    model = zoo.build(recipe, device="cuda", seed=0)
+    tokens = torch.randint(256, (2, 80), device="cuda")
+    state, pieces = model.init_state(2, 80), []
+    with torch.no_grad():
+        expected = model(tokens)
+        for piece in tokens.split([5, 1, 64, 10], 1):
+            logits, state = model(piece, state=state)
+            pieces.append(logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, atol=1e-4, rtol=0)
+
+
+def test_one_cuda_graph_over_lengths() -> None:
+    torch.compiler.reset()
+    model = zoo.build("deltanet-swa-tiny", device="cuda", seed=0)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (61, 97, 128, 200, 333):
+            tokens = torch.randint(256, (3, length), device="cuda")
+            loss = compiled(tokens, labels=tokens)
+            loss.backward()
+            torch.testing.assert_close(loss, model(tokens, labels=tokens), atol=1e-4, rtol=0)
