@@ -56,7 +56,7 @@ class DeltaNetOptions(HeadOptions):
 
     def resolve(self, dim: int) -> Self:
         """Fill in the heads; the expanded sizes must be whole numbers."""
-        resolved = HeadOptions.resolve(self, dim)
+        resolved = super(DeltaNetOptions, self).resolve(dim)  # slots=True makes a new class, unknown to super()
         for key in ("expand_k", "expand_v"):
             size = getattr(self, key) * resolved.heads[2]
             if round(size) < 1 or not math.isclose(size, round(size)):
@@ -157,7 +157,7 @@ class DeltaNet(Mixer):
 
     def _beta(self, logits: Tensor, v: Tensor) -> Tensor:
         kind = self.options.beta
-        if kind == "sigmoid" or kind == "2sigmoid":
+        if isinstance(kind, str):
             return activate_beta(logits, kind)
         return torch.full(v.shape[:-1], kind, dtype=torch.float32, device=v.device)
 

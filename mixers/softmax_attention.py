@@ -38,7 +38,7 @@ class AttentionOptions(HeadOptions):
 
     def resolve(self, dim: int) -> Self:
         """Fill in the heads; rotary positions turn pairs, so head_dim must be even."""
-        resolved = HeadOptions.resolve(self, dim)
+        resolved = super(AttentionOptions, self).resolve(dim)  # slots=True makes a new class, unknown to super()
         if self.rope and resolved.heads[2] % 2:
             raise OptionError("head_dim", resolved.head_dim, "an even number, or rope: false")
         return resolved

@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,23 +60,17 @@ def list_command(
 
     from zoo import recipes, registry
 
-    names = set(registry.list_names(pattern, kind))
+    names = registry.list_names(pattern, kind)
     if not names:
         raise ValueError(f"nothing is called {pattern!r}; zoo list shows everything")
-    table = Table("kind", "name", "summary", "paper", "supports")
-    rows = [
-        (entry.kind, entry.name, entry.summary, entry.paper, ", ".join(entry.supports))
-        for entry in registry.entries(kind)
-    ]
+    rows = [(e.kind, e.name, e.summary, e.paper or "", ", ".join(e.supports)) for e in registry.entries(kind)]
     if kind in (None, "recipe"):
-        rows += [("recipe", name, recipes.summary(name), None, "") for name in recipes.names()]
-    previous = None
-    for row in rows:
-        if row[1] in names:
-            if previous not in (None, row[0]):
-                table.add_section()
-            previous = row[0]
-            table.add_row(*(value or "" for value in row))
+        rows += [("recipe", name, recipes.summary(name), "", "") for name in recipes.names()]
+    table = Table("kind", "name", "summary", "paper", "supports")
+    for _, group in groupby((row for row in rows if row[1] in names), key=itemgetter(0)):
+        for row in group:
+            table.add_row(*row)
+        table.add_section()
     _console().print(table)
 
 

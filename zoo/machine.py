@@ -13,12 +13,12 @@ __all__ = ["describe"]
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """The header of every result: processor or GPU, versions, commit.
+    """The header of every result: processor or GPU, versions, commit (in a copy without git, from ZOO_COMMIT).
 
     Args:
         device: where the work runs.
     """
-    header: dict[str, Any] = {
+    return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -29,10 +29,9 @@ def describe(device: torch.device) -> dict[str, Any]:
         "triton": _version("triton"),
         "cuda": torch.version.cuda,
         "zoo": _version("mixer-zoo"),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("ZOO_COMMIT"),
         "changed_since_commit": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
-    return header
 
 
 def _version(package: str) -> str | None:

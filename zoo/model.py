@@ -91,8 +91,9 @@ class LanguageModel(nn.Module):
             ValueError: an argument is not as above. Values are checked in eager calls on the CPU.
         """
         self._check(tokens, labels, cu_seqlens, state)
+        states: list[State | None] = [None] * len(self.blocks)
         if state is None:
-            context, states = Context.from_tokens(tokens, cu_seqlens), [None] * len(self.blocks)
+            context = Context.from_tokens(tokens, cu_seqlens)
         else:
             context = Context.from_state(tokens, state["positions"], state["room"].shape[1])
             states = [dict(state["layers", str(i)].items()) for i in range(len(self.blocks))]

@@ -48,15 +48,15 @@ def attention(
     """
     _check(q, k, v, window, cu_seqlens, mask, impl)
     q, k = q.to(v.dtype), k.to(v.dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is None and (window is not None or cu_seqlens is not None or impl == "reference"):
         order = torch.arange(q.shape[1], device=q.device)
         documents = None if cu_seqlens is None else document_ids(cu_seqlens, q.shape[1])
         mask = visible(order, order, window=window, documents=documents)[None, None]
     if impl == "reference":
         assert mask is not None
-        return attention_reference(q, k, v, mask, scale)
-    return _sdpa(q, k, v, mask, scale)
+        return attention_reference(q, k, v, mask, factor)
+    return _sdpa(q, k, v, mask, factor)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -16,12 +16,12 @@ from zoo.kernels.attention.reference import attention_reference
 W = 8
 
 
-def inputs(length: int, groups: int = 2, dtype: torch.dtype = torch.float32, batch: int = 3) -> dict[str, Tensor]:
+def inputs(length: int, groups: int = 2, dtype: torch.dtype = torch.float32, batch: int = 3) -> dict[str, Any]:
     shapes = {"q": (batch, length, 8, 10), "k": (batch, length, groups, 10), "v": (batch, length, groups, 6)}
     return {name: torch.randn(shape).to(dtype).requires_grad_() for name, shape in shapes.items()}
 
 
-def check(x: dict[str, Tensor], bound: float = 1e-5, **options: Any) -> None:
+def check(x: dict[str, Any], bound: float = 1e-5, **options: Any) -> None:
     """sdpa equals the reference, whose mask of all pairs is made here."""
     results = []
     weights = torch.randn(*x["q"].shape[:3], x["v"].shape[3])
@@ -110,7 +110,7 @@ def test_reference_passes_gradcheck() -> None:
     x = {name: y[:1, :5] for name, y in inputs(5, dtype=torch.float64).items()}
     order = torch.arange(5)
     mask = visible(order, order, window=3)
-    assert torch.autograd.gradcheck(lambda *qkv: attention_reference(*qkv, mask, 0.3), tuple(x.values()))
+    assert torch.autograd.gradcheck(lambda q, k, v: attention_reference(q, k, v, mask, 0.3), tuple(x.values()))
 
 
 @pytest.mark.parametrize("impl", ["sdpa", "reference"])
@@ -181,4 +181,4 @@ ALL = torch.ones(1, 1, 5, 5, dtype=torch.bool)
 )
 def test_errors_name_the_argument(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        attention(**({"q": Q, "k": K, "v": V} | changes))
+        attention(**{"q": Q, "k": K, "v": V, **changes})

@@ -356,10 +356,10 @@ def test_compiles_to_one_graph_for_all_lengths(name: str, fresh_compiler: None) 
     model = zoo.build({"vocab_size": 37, "dim": DIM, "num_layers": len(layers), "layers": layers}, seed=0)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for index, length in enumerate((61, 97)):
-        tokens, labels = torch.randint(37, (2, 3, length))
+        tokens, weights = torch.randint(37, (3, length)), torch.randn(3, length, 37)
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
             results = [
-                [loss := run(tokens, labels=labels), *torch.autograd.grad(loss, list(model.parameters()))]
+                [y := run(tokens), *torch.autograd.grad((y * weights).sum(), list(model.parameters()))]
                 for run in (model, compiled)
             ]
         for expected, actual in zip(*results, strict=True):

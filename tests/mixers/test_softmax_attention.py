@@ -89,7 +89,7 @@ def test_rotary_turns_each_pair_by_its_frequency() -> None:
 
 
 def test_rope_makes_a_difference_and_theta_too() -> None:
-    layers = [attention(num_heads=2, **options) for options in ({}, {"rope": False}, {"rope_theta": 10.0})]
+    layers = [attention(num_heads=2), attention(num_heads=2, rope=False), attention(num_heads=2, rope_theta=10.0)]
     x = torch.randn(1, 9, 24)
     for layer in layers[1:]:
         layer.load_state_dict(layers[0].state_dict())

@@ -81,8 +81,8 @@ def test_compare_shows_a_table_and_ends_in_json(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
     out = tmp_path / "out"
-    done = run("compare", "deltanet-tiny", "--lengths", "32", "--tokens-per-step", "64", "--steps", "2", "--warmup", "1",
-               "--text", str(text), "--out", str(out))  # fmt: skip
+    options = {"lengths": 32, "tokens-per-step": 64, "steps": 2, "warmup": 1, "text": text, "out": out}
+    done = run("compare", "deltanet-tiny", *(f"--{name}={value}" for name, value in options.items()))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     results = json.loads(lines[-1])

@@ -27,11 +27,11 @@ def batch(length: int, rows: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def assert_same_step(model: zoo.LanguageModel, compiled: Callable[..., Any], *args: Tensor, **kwargs: Tensor) -> None:
-    """Loss and every gradient equal those of eager mode."""
+    """The loss (of logits: their mean square) and every gradient equal those of eager mode."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     results = []
     for run in (model, compiled):
-        loss = run(*args, **kwargs)
+        loss = run(*args, **kwargs).square().mean()
         results.append([loss, *torch.autograd.grad(loss, parameters)])
     for name, expected, actual in zip(("loss", *names), *results, strict=True):
         error = (actual - expected).norm() / expected.norm().clamp_min(1e-6)
@@ -55,7 +55,7 @@ def test_trains_in_one_graph_at_all_lengths(recipe: str) -> None:
 
 
 def test_packed_trains_in_one_graph_for_all_packings() -> None:
-    model = zoo.build("deltanet-swa-tiny", ["layers.3.mixer=full_attention"], seed=0)
+    model = zoo.build("deltanet-swa-tiny", ["num_layers=3", "layers.2.mixer=full_attention"], seed=0)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     packings = ((5, 1, 61), (64, 2, 30, 1, 0, 7), (100, 33), (1, 1, 1, 1, 90))
     for index, pieces in enumerate(packings):
@@ -67,7 +67,7 @@ def test_packed_trains_in_one_graph_for_all_packings() -> None:
 
 @torch.no_grad()
 def test_decodes_in_one_graph_each_for_prefill_and_steps() -> None:
-    model = zoo.build("deltanet-swa-tiny", ["layers.3.mixer=full_attention"], seed=0)
+    model = zoo.build("deltanet-swa-tiny", ["num_layers=3", "layers.2.mixer=full_attention"], seed=0)
     tokens, _ = batch(90)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     state, logits, graphs = model.init_state(3, 90), [], []
@@ -91,20 +91,16 @@ def test_activation_checkpointing_compiles() -> None:
 def test_autocast_compiles() -> None:
     model = zoo.build("deltanet-swa-tiny", ["num_layers=2"], seed=0)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    tokens, labels = batch(61)
     results = []
     for run in (model, compiled):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = run(*batch_of_61())
+            loss = run(tokens, labels)
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for expected, actual in zip(*results, strict=True):
         assert actual.dtype == expected.dtype
         assert (actual - expected).norm() <= 2e-2 * expected.norm()
     assert_one_graph()
-
-
-def batch_of_61() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return batch(61)
 
 
 @pytest.mark.parametrize("layer", range(4))
@@ -124,11 +120,12 @@ def test_any_mixer_trains_in_any_layer(recipe: str, mixer: str, layer: int) -> N
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("recipe", TINY)
 def test_any_swap_compiles(recipe: str, mixer: str) -> None:
+    """Logits alone: the loss is half of the compile time, and the same for all."""
     original = zoo.build(recipe, device="meta").mixers()
     layers = [i for i, other in enumerate(original) if type(other) is not registry.find("mixer", mixer).load()]
     if not layers:
         pytest.skip(f"all layers of {recipe} are {mixer}")
     model = zoo.build(recipe, [f"layers.{layers[0]}.mixer={mixer}"], seed=0)
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
-    assert_same_step(model, compiled, *batch(61))
+    assert_same_step(model, compiled, batch(61)[0])
     assert_one_graph()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import zoo
 from zoo import registry
-from zoo.mixers.contract import Mixer
+from zoo.mixers.contract import Mixer, State
 
 TINY = zoo.list("*-tiny", kind="recipe")
 V = 256
@@ -285,7 +285,7 @@ def test_a_mixer_may_be_made_of_mixers() -> None:
     class Twice(Mixer):
         def __init__(self, options: Any, dim: int) -> None:
             super().__init__()
-            self.parts = torch.nn.ModuleList(copy.deepcopy(layer.mixer) for layer in small().blocks[:2])
+            self.parts: Any = torch.nn.ModuleList(small().mixers()[:2])
             self.shared = tuple(shared for part in self.parts for shared in part.shared)
 
         def forward(self, x: Tensor, context: Any, state: Any = None) -> Any:
@@ -294,8 +294,8 @@ def test_a_mixer_may_be_made_of_mixers() -> None:
             following = [part_state for _, part_state in results]
             return sum(y for y, _ in results), state and self._named(following)
 
-        def init_state(self, *args: Any) -> Any:
-            return self._named([part.init_state(*args) for part in self.parts])
+        def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:
+            return self._named([part.init_state(batch_size, max_length, device, dtype) for part in self.parts])
 
         @staticmethod
         def _named(states: list[Any]) -> Any:

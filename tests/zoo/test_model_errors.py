@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import zoo
+from zoo import registry
+from zoo.mixers.full_attention import FullAttention
 
 TOKENS = torch.zeros(2, 5, dtype=torch.int64)
 ROW = TOKENS[:1]
@@ -82,6 +84,19 @@ def test_state_of_another_model(other: tuple[Any, int]) -> None:
 def test_state_of_nothing(arguments: tuple[int, int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         model().init_state(*arguments)
+
+
+@pytest.mark.parametrize("capability", ["packed", "decode"])
+def test_what_a_mixer_lacks_is_refused(capability: str) -> None:
+    supports = tuple({"packed", "decode"} - {capability})
+    zoo.register_mixer("limited", supports=supports)(type("Limited", (FullAttention,), {}))
+    try:
+        limited = model({"name": "limited"})
+    finally:
+        del registry._entries()["mixer", "limited"]
+    call = {"packed": lambda: limited(ROW, cu_seqlens=torch.tensor([0, 5])), "decode": lambda: limited.init_state(1, 5)}
+    with pytest.raises(ValueError, match=f"layer 0's mixer 'limited' does not support '{capability}'"):
+        call[capability]()
 
 
 def test_integer_parameters_are_refused() -> None:
