@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
 from zoo.files import write_whole
+from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
 from zoo.machine import describe
 
 HERE = Path(__file__).resolve().parent

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from zoo.kernels.attention import attention, document_ids, visible
 from zoo.kernels.attention.reference import attention_reference

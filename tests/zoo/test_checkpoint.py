@@ -37,7 +37,7 @@ def test_save_refuses_what_it_would_destroy_or_cannot_save(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"holds something other than a saved model \(thesis.tex\)"):
         zoo.save(model, tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
-    with pytest.raises(ValueError, match="thesis.tex is a file"):
+    with pytest.raises(ValueError, match=r"thesis.tex is a file"):
         zoo.save(model, tmp_path / "thesis.tex")
     with pytest.raises(TypeError, match="expected a LanguageModel, got Linear"):
         zoo.save(torch.nn.Linear(1, 1), tmp_path / "new")
@@ -65,7 +65,7 @@ def test_damaged_and_foreign_weights(saved: Path) -> None:
     with pytest.raises(ValueError, match=r"embedding.weight has shape \[256, 128\], expected \[300, 128\]"):
         zoo.load(saved)
     (saved / "config.yaml").write_text(config.replace("tie_embeddings: false", "tie_embeddings: true"))
-    with pytest.raises(ValueError, match="head.weight is not part of this model"):
+    with pytest.raises(ValueError, match=r"head.weight is not part of this model"):
         zoo.load(saved)
     (saved / "config.yaml").write_text(config)
     (saved / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes()[:1000])
@@ -83,5 +83,5 @@ def test_nothing_in_a_folder_is_executed_unless_trusted(
     with pytest.raises(ZooConfigError, match=r"layers.0.mixer.*class path"):
         zoo.load(saved)
     assert "harmful" not in sys.modules
-    with pytest.raises(ZooConfigError, match="cannot import 'harmful.Mixer'.*it ran"):
+    with pytest.raises(ZooConfigError, match=r"cannot import 'harmful.Mixer'.*it ran"):
         zoo.load(saved, trust_code=True)

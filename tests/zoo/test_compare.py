@@ -68,7 +68,8 @@ class Breaking(FullAttention):
 def test_a_broken_architecture_loses_nothing_else_and_breaks_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_entries", lambda entries=dict(registry._entries()): entries)
+    entries = dict(registry._entries())
+    monkeypatch.setattr(registry, "_entries", lambda: entries)
     zoo.register_mixer("broken")(Broken)
     zoo.register_mixer("breaking")(Breaking)
     sources = [small(tmp_path, name, name) for name in ("broken", "breaking")]

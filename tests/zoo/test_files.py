@@ -25,9 +25,14 @@ def test_a_failed_folder_leaves_the_old_one_and_no_other(tmp_path: Path) -> None
     target = tmp_path / "model"
     with whole_folder(target) as temporary:
         (temporary / "weights").write_text("old")
-    with pytest.raises(OSError, match="disk full"), whole_folder(target) as temporary:
-        (temporary / "weights").write_text("half")
-        raise OSError("disk full")
+
+    def fails() -> None:
+        with whole_folder(target) as temporary:
+            (temporary / "weights").write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fails()
     assert (target / "weights").read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
 
