@@ -30,11 +30,11 @@ class HeadOptions(Options):
         Raises:
             OptionError: the heads do not divide the width, or the key/value heads the heads.
         """
-        num_heads = self.num_heads
-        if num_heads is None:
-            num_heads = max(1, dim // (self.head_dim or self.typical_head_dim))
+        num_heads = self.num_heads or max(1, dim // (self.head_dim or self.typical_head_dim))
         if self.head_dim is None and dim % num_heads:
-            raise OptionError("num_heads", num_heads, f"a divisor of dim = {dim}, or give head_dim as well")
+            default = "" if self.num_heads else f" (the default, {num_heads}, is none)"
+            allowed = f"a divisor of dim = {dim}{default}, or give head_dim as well"
+            raise OptionError("num_heads", self.num_heads, allowed)
         num_kv_heads = self.num_kv_heads or num_heads
         if num_heads % num_kv_heads:
             raise OptionError("num_kv_heads", num_kv_heads, f"a divisor of num_heads = {num_heads}")

@@ -38,8 +38,8 @@ def build(
     device = torch.device(device)
     with ExitStack() as stack:
         stack.enter_context(device)
-        if seed is not None:
-            stack.enter_context(torch.random.fork_rng(enabled=device.type != "meta"))
+        if seed is not None and device.type != "meta":
+            stack.enter_context(torch.random.fork_rng())
             torch.manual_seed(seed)
         model = LanguageModel(config)
     return model.to(dtype)

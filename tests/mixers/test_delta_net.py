@@ -17,13 +17,11 @@ from zoo.mixers.context import Context
 from zoo.mixers.delta_net import DeltaNet
 
 OPTIONS: list[dict[str, Any]] = [
-    {},
     {"beta": "2sigmoid", "feature_map": "relu", "conv_size": 0},
     {"beta": 0.5, "feature_map": "elu1", "qk_norm": "l1"},
     {"beta": 1, "feature_map": "identity", "qk_norm": "none", "conv_size": 1, "conv_bias": True},
     {"output_gate": True, "expand_k": 0.5, "expand_v": 2, "conv_bias": True},
     {"num_kv_heads": 1, "expand_v": 0.25, "conv_size": 7},
-    {"num_heads": 4, "num_kv_heads": 2, "head_dim": 9, "output_gate": True, "beta": 2.0},
 ]
 
 

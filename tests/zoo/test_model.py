@@ -257,7 +257,6 @@ def test_seed_decides_and_leaves_the_global_generator_alone() -> None:
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
 
 
-@pytest.mark.xfail(strict=True, reason="build seeds the global generator for a model on meta")
 def test_seed_on_meta_leaves_the_global_generator_alone() -> None:
     before = torch.random.get_rng_state()
     zoo.build(SMALL, seed=3, device="meta")

@@ -26,6 +26,7 @@ _COLUMNS = (
     "MFLOP/tok",
     "loss",
 )
+_LEFT = (0, 2)  # columns of words
 
 
 def _pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
@@ -81,7 +82,7 @@ def table(results: dict[str, Any]) -> Table:
     """For the terminal."""
     result = Table(title=_title(results), caption=_CAPTION, title_justify="left", caption_justify="left")
     for index, name in enumerate(_COLUMNS):
-        result.add_column(name, justify="left" if index in (0, 2) else "right", no_wrap=True)
+        result.add_column(name, justify="left" if index in _LEFT else "right", no_wrap=True)
     mode = None
     for pair in _pairs(results["rows"]):
         cells = _cells(*pair)
@@ -98,13 +99,10 @@ _CAPTION = (
 )
 
 
-def markdown(results: dict[str, Any], mode: str = "train") -> str:
-    """A Markdown table of one mode, with what it was measured on."""
-    keep = [0, 1, *range(3, len(_COLUMNS))]
-    lines = [_cells(*pair) for pair in _pairs(row for row in results["rows"] if row["mode"] == mode)]
-    header = [_COLUMNS[index] for index in keep]
-    rule = ["---" if index == 0 else "---:" for index in keep]
-    rows = [header, rule, *([line[index] for index in keep] for line in lines)]
+def markdown(results: dict[str, Any]) -> str:
+    """A Markdown table, with what it was measured on."""
+    rule = ["---" if index in _LEFT else "---:" for index in range(len(_COLUMNS))]
+    rows = [list(_COLUMNS), rule, *(_cells(*pair) for pair in _pairs(results["rows"]))]
     return _title(results) + ":\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
@@ -117,7 +115,7 @@ def _title(results: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Throughput of each mode, and the memory of training: one group of bars a recipe, one bar a length.
+    """Throughput and memory in each mode: one group of bars a recipe, one pair of bars a length.
 
     Args:
         results: of `zoo.compare.run.run_plan`.
@@ -125,21 +123,28 @@ def plot(results: dict[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    rows = [row for row in results["rows"] if "error" not in row]
-    recipes = list(dict.fromkeys(row["recipe"] for row in results["rows"]))
-    lengths = sorted({row["length"] for row in results["rows"]})
-    panels = [("train", "tokens_per_s", 1e-3, "training: thousand tokens/s"),
-              ("forward", "tokens_per_s", 1e-3, "forward: thousand tokens/s"),
-              ("train", "peak_bytes", 2**-20, "training: peak memory, MiB")]  # fmt: skip
-    figure = Figure(figsize=(15, 1.6 + 0.5 * len(recipes) * max(len(lengths), 2)), layout="constrained")
-    for axes, (mode, key, factor, title) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
-        chosen = [row for row in rows if row["mode"] == mode]
-        _bars(axes, chosen, recipes, lengths, key, factor)
+    rows = results["rows"]
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    lengths = sorted({row["length"] for row in rows})
+    largest = max((row.get("peak_bytes", 0) for row in rows), default=0)
+    unit, factor = ("GiB", 2**-30) if largest >= 2**33 else ("MiB", 2**-20)
+    panels = [(mode, "tokens_per_s", 1e-3, f"{mode}: thousand tokens/s") for mode in _modes(rows)]
+    panels += [(mode, "peak_bytes", factor, f"{mode}: peak memory, {unit}") for mode in _modes(rows)]
+    size = 5.5 * len(panels), 1.6 + 0.5 * len(recipes) * max(len(lengths), 2)
+    figure = Figure(figsize=size, layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (mode, key, factor, title) in zip(all_axes, panels, strict=True):
+        _bars(axes, [row for row in rows if row["mode"] == mode], recipes, lengths, key, factor)
         axes.set_title(title, loc="left", fontsize=11)
+    all_axes[0].invert_yaxis()
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(_title(results), x=0.01, ha="left", fontsize=11)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
+
+
+def _modes(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row["mode"] for row in rows))
 
 
 def _bars(axes: Any, rows: list[Row], recipes: list[str], lengths: list[int], key: str, factor: float) -> None:
@@ -147,7 +152,7 @@ def _bars(axes: Any, rows: list[Row], recipes: list[str], lengths: list[int], ke
     height = 0.8 / len(kinds)
     for index, (length, compiled) in enumerate(kinds):
         shown = [row for row in rows if (row["length"], row["compiled"]) == (length, compiled)]
-        values = {row["recipe"]: row[key] * factor for row in shown}
+        values = {row["recipe"]: row[key] * factor for row in shown if key in row}
         places = [position - 0.4 + (index + 0.5) * height for position in range(len(recipes))]
         bars = axes.barh(
             places,
@@ -157,8 +162,12 @@ def _bars(axes: Any, rows: list[Row], recipes: list[str], lengths: list[int], ke
             alpha=1.0 if compiled else 0.4,
             label=f"T {length} {'compiled' if compiled else 'eager'}",
         )
-        axes.bar_label(bars, [f"{values[r]:,.3g}" if r in values else "failed" for r in recipes], padding=3, fontsize=8)
+        labels = [_label(values[recipe]) if recipe in values else "failed" for recipe in recipes]
+        axes.bar_label(bars, labels, padding=3, fontsize=8)
     axes.set_yticks(range(len(recipes)), recipes)
-    axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
