@@ -6,8 +6,9 @@ Shapes: D model width.
 from dataclasses import dataclass
 from typing import Annotated
 
-from torch import nn
+from torch import Tensor, nn
 
+from zoo.mixers import norms
 from zoo.mixers.options import Between, Options
 
 __all__ = ["LayerNorm", "NormOptions", "RMSNorm"]
@@ -43,19 +44,34 @@ class LayerNormOptions(NormOptions):
         return dim * (1 + self.bias)
 
 
-class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight (arXiv 1910.07467)."""
+class RMSNorm(norms.RMSNorm):
+    """x / rms(x) * weight (arXiv 1910.07467).
+
+    Args:
+        options: resolved options.
+        dim: D.
+    """
 
     Config = NormOptions
 
     def __init__(self, options: NormOptions, dim: int) -> None:
-        super().__init__(dim, eps=options.eps)
+        super().__init__(dim, options.eps)
 
 
 class LayerNorm(nn.LayerNorm):
-    """(x - mean) / std * weight, and a bias if wanted (arXiv 1607.06450)."""
+    """(x - mean) / std * weight, and a bias if wanted (arXiv 1607.06450).
+
+    Args:
+        options: resolved options.
+        dim: D.
+    """
 
     Config = LayerNormOptions
 
     def __init__(self, options: LayerNormOptions, dim: int) -> None:
-        super().__init__(dim, eps=options.eps, bias=options.bias)
+        super().__init__(dim, bias=options.bias)
+        self.static_eps: norms.StaticFloat = (options.eps,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.static_eps[0])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.attention import document_ids, visible
+from zoo.mixers.norms import StaticFloat
 
 __all__ = ["AttentionMask", "Context", "RotaryTable", "Shared"]
 
@@ -76,12 +77,12 @@ class RotaryTable:
     """Cosines and sines of rotary position embedding (arXiv 2104.09864): [2, B or 1, T, 1, d_h / 2] fp32."""
 
     head_dim: int
-    theta: float
+    theta: StaticFloat
 
     def build(self, context: Context) -> Tensor:
         """Angles position * theta^(-2i / d_h)."""
         exponents = torch.arange(0, self.head_dim, 2, device=context.positions.device) / self.head_dim
-        angles = context.positions[..., None].float() * self.theta**-exponents
+        angles = context.positions[..., None].float() * self.theta[0] ** -exponents
         return torch.stack([angles.cos(), angles.sin()])[:, :, :, None]
 
 

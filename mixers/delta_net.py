@@ -16,6 +16,7 @@ from zoo.mixers.context import Context
 from zoo.mixers.contract import Mixer, State
 from zoo.mixers.feature_maps import Beta, ShortConvolution, activate_beta, l1_normalize, l2_normalize
 from zoo.mixers.heads import HeadOptions
+from zoo.mixers.norms import RMSNorm
 from zoo.mixers.options import AtLeast, Between, Component, OptionError, component
 
 __all__ = ["DeltaNet", "DeltaNetOptions"]
@@ -128,7 +129,7 @@ class DeltaNet(Mixer):
             ShortConvolution(self.widths[0], options.conv_size, bias=options.conv_bias) if options.conv_size else None
         )
         self.feature_map = feature_map()
-        self.norm = nn.RMSNorm(self.d_v, eps=1e-6)
+        self.norm = RMSNorm(self.d_v)
         self.out_proj = nn.Linear(self.num_heads * self.d_v, dim, bias=False)
 
     def forward(self, x: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, State | None]:

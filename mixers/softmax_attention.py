@@ -14,6 +14,7 @@ from zoo.mixers.context import AttentionMask, Context, RotaryTable, slot_positio
 from zoo.mixers.contract import Mixer, State
 from zoo.mixers.feature_maps import l2_normalize, precise
 from zoo.mixers.heads import HeadOptions
+from zoo.mixers.norms import RMSNorm
 from zoo.mixers.options import AtLeast, OptionError
 
 __all__ = ["AttentionOptions", "SoftmaxAttention", "rotate", "write_ring"]
@@ -89,12 +90,12 @@ class SoftmaxAttention(Mixer):
         self.backend = options.backend
         self.qk_norm = options.qk_norm
         self.mask = AttentionMask(window)
-        self.rotary = RotaryTable(self.head_dim, options.rope_theta) if options.rope else None
+        self.rotary = RotaryTable(self.head_dim, (options.rope_theta,)) if options.rope else None
         self.shared = (self.mask,) if self.rotary is None else (self.mask, self.rotary)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
         if options.qk_norm == "rms":
-            self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6)
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6)
+            self.q_norm = RMSNorm(self.head_dim)
+            self.k_norm = RMSNorm(self.head_dim)
         self.out_proj = nn.Linear(self.num_heads * self.head_dim, dim, bias=False)
 
     def forward(self, x: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, State | None]:

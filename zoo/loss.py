@@ -57,6 +57,7 @@ def _losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Ten
     return total, log_probs, target, counts
 
 
+@torch.compiler.nested_compile_region
 def _gradients(hidden: Tensor, weight: Tensor, labels: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One chunk's summed loss and gradients; its logits die here, before the next chunk's are made."""
     loss, log_probs, target, counts = _losses(hidden, weight, labels)

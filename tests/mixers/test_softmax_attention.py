@@ -24,7 +24,7 @@ def mix(layer: SoftmaxAttention, x: Tensor, cu_seqlens: Tensor | None = None) ->
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
-    return rotate(x, cast(Tensor, RotaryTable(x.shape[-1], theta).build(Context(positions=positions[None]))))
+    return rotate(x, cast(Tensor, RotaryTable(x.shape[-1], (theta,)).build(Context(positions=positions[None]))))
 
 
 @pytest.mark.parametrize("window", [17, 18, 1000])

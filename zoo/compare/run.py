@@ -42,7 +42,7 @@ def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[
         "dynamic_shapes": len(plan.lengths) > 1,
     }
     results: Results = {"machine": machine.describe(plan.device), "settings": settings, "rows": []}
-    # Graph caches off: every compile time is that of a first compilation. Built C++ and Triton kernels are kept.
+    # Caches off: every compile time is that of a first compilation, whatever ran before.
     with inductor_config.patch(force_disable_caches=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
         for cell, row in _rows(plan, announce):
