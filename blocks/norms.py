@@ -72,6 +72,6 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(dim, bias=options.bias)
         self.static_eps: norms.StaticFloat = (options.eps,)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.static_eps[0])
+        return nn.functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.static_eps[0])

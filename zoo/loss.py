@@ -57,7 +57,7 @@ def _losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Ten
     return total, log_probs, target, counts
 
 
-@torch.compiler.nested_compile_region
+@torch.compiler.nested_compile_region  # compiled once for all chunks
 def _gradients(hidden: Tensor, weight: Tensor, labels: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One chunk's summed loss and gradients; its logits die here, before the next chunk's are made."""
     loss, log_probs, target, counts = _losses(hidden, weight, labels)
@@ -76,7 +76,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_hidden = []
         for hidden_chunk, labels_chunk in _chunks(hidden, labels):
-            loss, grad_hidden_chunk, grad_weight_chunk = _gradients(hidden_chunk, weight, labels_chunk, count)
+            chunk = hidden_chunk, weight, labels_chunk, count
+            loss, grad_hidden_chunk, grad_weight_chunk = _gradients(*chunk)  # pyright: ignore[reportCallIssue]
             total = total + loss
             grad_hidden.append(grad_hidden_chunk)
             grad_weight = grad_weight + grad_weight_chunk

@@ -97,9 +97,8 @@ class LanguageModel(nn.Module):
         else:
             context = Context.from_state(tokens, state["positions"], state["room"].shape[1])
             states = [dict(state["layers", str(i)].items()) for i in range(len(self.blocks))]
-        hidden, states = self._run(
-            nn.functional.embedding(tokens, self.embedding.weight), context.share(self.shared), states
-        )
+        embedded = nn.functional.embedding(tokens, self.embedding.weight)  # its own forward reads floats: `StaticFloat`
+        hidden, states = self._run(embedded, context.share(self.shared), states)
         weight = self.embedding.weight if self.head is None else self.head.weight
         if labels is not None:
             return linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten())
