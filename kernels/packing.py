@@ -18,13 +18,14 @@ def can_read_values(x: Tensor) -> bool:
     )
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, *, batch_size: int, length: int) -> None:
+def check_cu_seqlens(cu_seqlens: Tensor, *, batch_size: int, length: int, device: torch.device) -> None:
     """Refuse cumulative lengths that do not describe one row of packed documents.
 
     Args:
         cu_seqlens: [N + 1] int32 or int64: 0, the end of each document, ..., ``length``; never falling.
         batch_size: rows that the caller passes with it; packing wants 1.
         length: tokens in the row.
+        device: of the tokens.
 
     Raises:
         ValueError: not as above. Values are read only where that is free (`can_read_values`).
@@ -35,6 +36,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, batch_size: int, length: int) -> Non
         raise ValueError(
             f"cu_seqlens: expected [N + 1] int32 or int64 with N >= 1, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
         )
+    if cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens: expected the tokens' device, {device}, got {cu_seqlens.device}")
     if can_read_values(cu_seqlens):
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != length or any(b < a for a, b in pairwise(ends)):

@@ -25,6 +25,8 @@ class Mixer(nn.Module, ABC):
     """
 
     Config: ClassVar[type[Options]] = NoOptions
+    supports: ClassVar[tuple[str, ...]] = ()
+    """Of packed, decode, grouped_heads, constant_state, for a class that registry.yaml does not list."""
     shared: tuple[Shared, ...] = ()
     """What the mixer reads from the context, so that the model builds it once per call for all layers."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
+from zoo.kernels.precision import precise_dtype
 from zoo.mixers.context import Context
 from zoo.mixers.contract import Mixer, State
 from zoo.mixers.feature_maps import Beta, ShortConvolution, activate_beta, l1_normalize, l2_normalize
@@ -98,12 +99,8 @@ class DeltaNetOptions(HeadOptions):
         """The fp32 memory of each head and the convolution's taps: the same at every length."""
         del dim, length
         (_, G, _), (d_k, d_v) = self.heads, self.head_sizes
-        memory = G * d_k * d_v * _memory_dtype(dtype).itemsize
+        memory = G * d_k * d_v * precise_dtype(dtype).itemsize
         return memory + max(self.conv_size - 1, 0) * sum(self.projected[:3]) * dtype.itemsize
-
-
-def _memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 class DeltaNet(Mixer):
@@ -166,7 +163,7 @@ class DeltaNet(Mixer):
         """``memory`` [B, G, d_k, d_v] fp32, and ``taps`` [B, K - 1, C] where there is a convolution."""
         del max_length
         shape = batch_size, self.num_kv_heads, self.d_k, self.d_v
-        state = {"memory": torch.zeros(shape, device=device, dtype=_memory_dtype(dtype))}
+        state = {"memory": torch.zeros(shape, device=device, dtype=precise_dtype(dtype))}
         if self.conv is not None:
             state["taps"] = torch.zeros(
                 batch_size, self.conv.weight.shape[0] - 1, self.widths[0], device=device, dtype=dtype

@@ -9,17 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.kernels.precision import precise
 from zoo.mixers.options import Between
 
-__all__ = ["Beta", "OnePlusELU", "ShortConvolution", "activate_beta", "l1_normalize", "l2_normalize", "precise"]
+__all__ = ["Beta", "OnePlusELU", "ShortConvolution", "activate_beta", "l1_normalize", "l2_normalize"]
 
 Beta = Literal["sigmoid", "2sigmoid"] | Annotated[float, Between(0, 2)]
 """How strongly a token overwrites: a learned sigmoid in (0, 1), twice that, or a fixed number."""
-
-
-def precise(x: Tensor) -> Tensor:
-    """x in fp32, or in fp64 where it is that already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def activate_beta(logits: Tensor, kind: Literal["sigmoid", "2sigmoid"]) -> Tensor:
@@ -30,7 +26,7 @@ def activate_beta(logits: Tensor, kind: Literal["sigmoid", "2sigmoid"]) -> Tenso
         kind: "sigmoid" or "2sigmoid".
 
     Returns:
-        [B, T, H] fp32.
+        [B, T, H] fp32 (fp64 for fp64).
     """
     beta = precise(logits).sigmoid()
     return 2 * beta if kind == "2sigmoid" else beta

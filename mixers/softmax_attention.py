@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from zoo.kernels.attention import attention
+from zoo.kernels.precision import precise
 from zoo.mixers.context import AttentionMask, Context, RotaryTable, slot_positions
 from zoo.mixers.contract import Mixer, State
-from zoo.mixers.feature_maps import l2_normalize, precise
+from zoo.mixers.feature_maps import l2_normalize
 from zoo.mixers.heads import HeadOptions
 from zoo.mixers.norms import RMSNorm
 from zoo.mixers.options import AtLeast, OptionError

@@ -75,6 +75,9 @@ def load(folder: str | PathLike[str], *, device: torch.device | str = "cpu", tru
         model = LanguageModel(config)
     _check(folder / WEIGHTS, weights, model.state_dict())
     model.load_state_dict(weights, assign=True)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"{folder / WEIGHTS}: {name} is missing: only persistent buffers are saved")
     return model
 
 

@@ -45,6 +45,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
     Between the two renames of a replacement the old content stands beside it, under a name that ends in ``.old``.
     """
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     temporary.chmod(0o777 & ~_umask())
@@ -53,7 +54,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         if folder.exists():
             old = temporary.with_name(f"{temporary.name}.old")
             folder.rename(old)
-            temporary.rename(folder)
+            try:
+                temporary.rename(folder)
+            except BaseException:
+                old.rename(folder)
+                raise
             shutil.rmtree(old)
         else:
             temporary.rename(folder)

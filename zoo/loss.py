@@ -52,42 +52,46 @@ def _losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Ten
     """Summed loss, log-probabilities [n, V] fp32, each token's target index [n, 1], and whether it counts [n, 1]."""
     log_probs = (hidden @ weight.t()).float().log_softmax(-1)
     counts = (labels != IGNORED)[:, None]
-    target = labels.clamp_min(0)[:, None]
+    target = torch.where(counts, labels[:, None], 0)  # any other label outside the vocabulary still fails in gather
     total = -log_probs.gather(1, target).masked_fill(~counts, 0).sum()
     return total, log_probs, target, counts
 
 
 @torch.compiler.nested_compile_region  # compiled once for all chunks
-def _gradients(hidden: Tensor, weight: Tensor, labels: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One chunk's summed loss and gradients; its logits die here, before the next chunk's are made."""
+def _gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One chunk's summed loss and its gradients; its logits die here, before the next chunk's are made."""
     loss, log_probs, target, counts = _losses(hidden, weight, labels)
     one_hot = torch.zeros_like(log_probs).scatter(1, target, 1.0)
-    grad_logits = ((log_probs.exp() - one_hot) * (counts / count)).to(hidden.dtype)
+    grad_logits = (log_probs.exp() - one_hot).masked_fill(~counts, 0).to(hidden.dtype)
     return loss, grad_logits @ weight, grad_logits.t() @ hidden
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Makes the gradients together with the loss, chunk by chunk, so that no logits are kept or computed again."""
+    """Makes the gradients together with the loss, chunk by chunk, so that no logits are kept or computed again.
+
+    They are those of the sum: the mean's are too small for fp16 until a loss scale has multiplied them.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        count = _count(labels)
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_hidden = []
         for hidden_chunk, labels_chunk in _chunks(hidden, labels):
-            chunk = hidden_chunk, weight, labels_chunk, count
+            chunk = hidden_chunk, weight, labels_chunk
             loss, grad_hidden_chunk, grad_weight_chunk = _gradients(*chunk)  # pyright: ignore[reportCallIssue]
             total = total + loss
             grad_hidden.append(grad_hidden_chunk)
             grad_weight = grad_weight + grad_weight_chunk
-        grad_hidden = torch.cat(grad_hidden)[: hidden.shape[0]]
-        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        count = _count(labels)
+        ctx.save_for_backward(torch.cat(grad_hidden)[: hidden.shape[0]], grad_weight, count)
+        ctx.dtypes = hidden.dtype, weight.dtype
         return total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # an untyped decorator
-        grad_hidden, grad_weight = ctx.saved_tensors
-        (grad,) = grad_outputs
-        return (grad_hidden * grad).to(grad_hidden.dtype), (grad_weight * grad).to(grad_weight.dtype), None
+        grad_hidden, grad_weight, count = ctx.saved_tensors
+        scale = grad_outputs[0] / count
+        hidden_dtype, weight_dtype = ctx.dtypes
+        return (grad_hidden * scale).to(hidden_dtype), (grad_weight * scale).to(weight_dtype), None

@@ -18,6 +18,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     Args:
         device: where the work runs.
     """
+    changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
         "cpu": _cpu(),
@@ -30,7 +31,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "zoo": _version("mixer-zoo"),
         "commit": _git("rev-parse", "HEAD") or os.environ.get("ZOO_COMMIT"),
-        "changed_since_commit": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "changed_since_commit": None if changes is None else changes != "",
     }
 
 

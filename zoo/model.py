@@ -37,7 +37,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size = config.vocab_size
-        self.checkpoints = config.activation_checkpointing
+        self.activation_checkpointing = config.activation_checkpointing
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(components.make("block", layer, config.dim) for layer in config.layers)
         self.norm = components.make("norm", config.norm, config.dim)
@@ -112,7 +112,7 @@ class LanguageModel(nn.Module):
     def _run(self, x: Tensor, context: Context, states: list[State | None]) -> tuple[Tensor, list[State | None]]:
         following: list[State | None] = []
         for block, state in zip(self.blocks, states, strict=True):
-            if self.checkpoints and state is None and torch.is_grad_enabled():
+            if self.activation_checkpointing and state is None and torch.is_grad_enabled():
                 x, state = checkpoint(block, x, context, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
             else:
                 x, state = block(x, context, state)
@@ -169,15 +169,15 @@ class LanguageModel(nn.Module):
     def _check(
         self, tokens: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None, state: "TensorDict | None"
     ) -> None:
-        if tokens.ndim != 2 or tokens.shape[1] < 1 or tokens.dtype != torch.int64:
-            raise ValueError(f"tokens: expected [B, T] int64 with T >= 1, got {list(tokens.shape)} {tokens.dtype}")
+        if tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype != torch.int64:
+            raise ValueError(f"tokens: expected [B, T] int64, not empty, got {list(tokens.shape)} {tokens.dtype}")
         if labels is not None and (labels.shape != tokens.shape or labels.dtype != torch.int64):
             raise ValueError(f"labels: expected {list(tokens.shape)} int64, got {list(labels.shape)} {labels.dtype}")
         if state is not None and (labels is not None or cu_seqlens is not None):
             raise ValueError("state: decoding takes neither labels nor cu_seqlens")
         if cu_seqlens is not None:
             self._require("packed", "cu_seqlens")
-            check_cu_seqlens(cu_seqlens, batch_size=tokens.shape[0], length=tokens.shape[1])
+            check_cu_seqlens(cu_seqlens, batch_size=tokens.shape[0], length=tokens.shape[1], device=tokens.device)
         if state is not None:
             self._check_state(tokens, state)
         if can_read_values(tokens):

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from zoo import recipes
 from zoo.errors import ZooConfigError, one_of
-from zoo.mixers.options import NoOptions, Options
 from zoo.yaml_file import read_mapping
 
 __all__ = ["Entry", "choices", "entries", "find", "kinds", "list_names", "register", "register_mixer"]
@@ -49,6 +48,8 @@ class Entry:
         Raises:
             ZooConfigError: it cannot be imported, is not of this kind, or has no proper Config.
         """
+        from zoo.mixers.options import NoOptions, Options  # loads torch, which a list of names can do without
+
         found = self.registered or _import(self.path)
         contract = _import(_contracts()[self.kind])
         if not isinstance(found, type) or not issubclass(found, contract):
@@ -131,11 +132,11 @@ def find(kind: str, name: str, *, trust_code: bool = True) -> Entry:
         raise ZooConfigError(f"unknown {kind} {name!r}", allowed=one_of(name, choices(kind)))
     if not trust_code:
         raise ZooConfigError(f"{name!r} is a class path, which is imported only from trusted files", allowed="a name")
-    return Entry(kind=kind, name=name, path=name, supports=CAPABILITIES)
+    return Entry(kind=kind, name=name, path=name, supports=getattr(_import(name), "supports", ()))
 
 
 def register(
-    kind: str, name: str, *, summary: str = "", paper: str | None = None, supports: tuple[str, ...] = CAPABILITIES
+    kind: str, name: str, *, summary: str = "", paper: str | None = None, supports: tuple[str, ...] | None = None
 ) -> Callable[[T], T]:
     """Class decorator: make a class of your own available in YAML under ``name``.
 
@@ -144,7 +145,7 @@ def register(
         name: new, without a dot.
         summary: one line; the docstring's first if empty.
         paper: arXiv number.
-        supports: what it can do, of packed, decode, grouped_heads, constant_state.
+        supports: of packed, decode, grouped_heads, constant_state; the class's own ``supports`` if None.
 
     Raises:
         ValueError: unknown kind or capability, a name that is taken or has a dot, or a class not of this kind.
@@ -154,13 +155,14 @@ def register(
     if not isinstance(name, str) or not name or "." in name:
         raise ValueError(f"name: got {name!r}, allowed: a name without a dot (dots mark class paths)")
     _require_free(kind, name)
-    for capability in supports:
+    for capability in supports or ():
         if capability not in CAPABILITIES:
             raise ValueError(f"supports: got {capability!r}, allowed: {one_of(capability, CAPABILITIES)}")
 
     def add(cls: T) -> T:
         line = summary or (cls.__doc__ or "").strip().partition("\n")[0]
-        entry = Entry(kind, name, _path(cls), line, paper, tuple(supports), registered=cls)
+        can = getattr(cls, "supports", ()) if supports is None else supports
+        entry = Entry(kind, name, _path(cls), line, paper, tuple(can), registered=cls)
         entry.load()
         _require_free(kind, name)
         _entries()[kind, name] = entry

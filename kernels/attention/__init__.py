@@ -65,7 +65,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
     o = scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=mask is None, scale=scale
     )
-    return o.transpose(1, 2)
+    return o.transpose(1, 2).to(v.dtype)  # autocast returns its own dtype
 
 
 def _check(
@@ -97,7 +97,7 @@ def _check(
     if mask is not None and (window is not None or cu_seqlens is not None):
         raise ValueError("mask: it already says what is visible; give neither window nor cu_seqlens with it")
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, batch_size=B, length=T)
+        check_cu_seqlens(cu_seqlens, batch_size=B, length=T, device=q.device)
 
 
 def _check_mask(mask: Tensor, batch_size: int, length: int) -> None:

@@ -3,10 +3,10 @@
 Shapes: B batch, T_q queries, T_k keys, H heads, G key/value heads, D head dim.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
+
+from zoo.kernels.precision import precise_dtype, without_autocast
 
 __all__ = ["attention_reference"]
 
@@ -24,10 +24,9 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: fl
     Returns:
         [B, T_q, H, D_v] in the dtype of v.
     """
-    precise = torch.float64 if v.dtype == torch.float64 else torch.float32
+    precise = precise_dtype(v.dtype)
     groups = q.shape[2] // k.shape[2]
-    # Autocast would turn the fp32 products into bf16 ones; it knows no meta tensors.
-    with torch.autocast(q.device.type, enabled=False) if q.device.type != "meta" else nullcontext():
+    with without_autocast(q.device):
         keys, values = (x.to(precise).repeat_interleave(groups, 2) for x in (k, v))
         logits = torch.einsum("bqhd,bkhd->bhqk", q.to(precise), keys) * scale
         weights = logits.masked_fill(~mask, float("-inf")).softmax(-1)

@@ -5,9 +5,10 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B 
 
 from torch import Tensor
 
-from ..packing import check_cu_seqlens
-from .ops import chunk_delta_rule as _chunk_op
-from .reference import delta_rule_reference, state_dtype
+from zoo.kernels.delta_rule.ops import chunk_delta_rule as _chunk_op
+from zoo.kernels.delta_rule.reference import delta_rule_reference
+from zoo.kernels.packing import check_cu_seqlens
+from zoo.kernels.precision import precise_dtype
 
 __all__ = ["chunk_delta_rule", "recurrent_delta_rule"]
 
@@ -43,7 +44,7 @@ def chunk_delta_rule(
         initial_state: [N, G, d_k, d_v], N = B, or the number of documents when packed; zeros if None.
         cu_seqlens: [N + 1] int32 or int64 for packed sequences, with B = 1: document n is the tokens from cu_seqlens[n]
             to cu_seqlens[n + 1], so the first is 0, the last T, and none decreases; an empty document keeps its state.
-            Values are checked in eager calls on the CPU alone.
+            Values are checked in eager calls on the CPU alone. Each document takes whole chunks of 64 tokens.
         scale: of the read; d_k^-1/2 if None.
         impl: "auto" or "torch", the chunked algorithm in PyTorch, or "reference", token by token. An explicit choice
             never falls back.
@@ -104,7 +105,7 @@ def _cast(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Autocast hands over mixed dtypes."""
-    dtype = state_dtype(v.dtype)
+    dtype = precise_dtype(v.dtype)
     state = None if initial_state is None else initial_state.to(dtype)
     return q.to(v.dtype), k.to(v.dtype), beta.to(dtype), state
 
@@ -136,7 +137,7 @@ def _check(
     _check_shape("beta", "[B, T, G]", beta, (batch, seq_len, groups))
     num_states = batch
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, batch_size=batch, length=seq_len)
+        check_cu_seqlens(cu_seqlens, batch_size=batch, length=seq_len, device=q.device)
         num_states = cu_seqlens.shape[0] - 1
     if initial_state is not None:
         _check_shape("initial_state", "[N, G, d_k, d_v]", initial_state, (num_states, groups, key_dim, value_dim))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .reference import state_dtype
+from zoo.kernels.precision import precise_dtype
 
 CHUNK = 64
 
@@ -67,7 +67,7 @@ class _Layout:
 
     def __init__(self, k: Tensor, cu_seqlens: Tensor | None) -> None:
         self.batch, self.seq_len, self.groups, _ = k.shape
-        self.dtype = state_dtype(k.dtype)
+        self.dtype = precise_dtype(k.dtype)
         self.num_chunks = num_chunks(self.seq_len, None if cu_seqlens is None else len(cu_seqlens) - 1)
         self.documents = None if cu_seqlens is None else _Documents(cu_seqlens, self.seq_len, self.num_chunks)
 
@@ -247,4 +247,4 @@ def _causal(scores: Tensor) -> Tensor:
 
 def _zero_states(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     num_states = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    return k.new_zeros(num_states, k.shape[2], k.shape[3], v.shape[3], dtype=state_dtype(k.dtype))
+    return k.new_zeros(num_states, k.shape[2], k.shape[3], v.shape[3], dtype=precise_dtype(k.dtype))

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .chunk import CHUNK, chunk_backward, chunk_forward, num_chunks
-from .reference import state_dtype
+from zoo.kernels.delta_rule.chunk import CHUNK, chunk_backward, chunk_forward, num_chunks
+from zoo.kernels.precision import precise_dtype, without_autocast
 
 
-@torch.library.custom_op("zoo::chunk_delta_rule", mutates_args=())
+@torch.library.custom_op("zoo::chunk_delta_rule_torch", mutates_args=())
 def chunk_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`chunk_forward` as an op. Inputs are checked and of one dtype already: the public function does that."""
-    with torch.autocast(q.device.type, enabled=False):  # it reaches into ops, and would make these products bfloat16
+    with without_autocast(q.device):
         return chunk_forward(q, k, v, beta, initial_state, cu_seqlens, scale)
 
 
@@ -29,7 +29,7 @@ def _(
     batch, seq_len, groups, key_dim = k.shape
     num_documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     problems = num_chunks(seq_len, num_documents) * batch * groups
-    dtype = state_dtype(v.dtype)
+    dtype = precise_dtype(v.dtype)
     return (
         v.new_empty(*q.shape[:3], v.shape[3]),
         v.new_empty(batch if num_documents is None else num_documents, groups, key_dim, v.shape[3], dtype=dtype),
@@ -39,7 +39,7 @@ def _(
     )
 
 
-@torch.library.custom_op("zoo::chunk_delta_rule_backward", mutates_args=())
+@torch.library.custom_op("zoo::chunk_delta_rule_torch_backward", mutates_args=())
 def chunk_delta_rule_backward(
     grad_o: Tensor,
     grad_final_state: Tensor | None,
@@ -53,7 +53,7 @@ def chunk_delta_rule_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`chunk_backward` as an op."""
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         return chunk_backward(grad_o, grad_final_state, q, k, beta, cu_seqlens, inverse, before, delta, scale)
 
 

@@ -3,16 +3,12 @@
 Shapes: B batch, T tokens, H query heads, G key/value heads, R = H / G, N documents (N = B unless packed).
 """
 
-from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and of everything computed from them: float64 for float64 inputs, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from zoo.kernels.precision import precise_dtype, without_autocast
 
 
 def delta_rule_reference(
@@ -39,11 +35,10 @@ def delta_rule_reference(
         o [B, T, H, d_v] in the dtype of v, and the final state [N, G, d_k, d_v] in float32 (float64 for float64 v).
     """
     num_states = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dtype = state_dtype(v.dtype)
+    dtype = precise_dtype(v.dtype)
     if initial_state is None:
         initial_state = v.new_zeros(num_states, k.shape[2], k.shape[3], v.shape[3], dtype=dtype)
-    # Autocast would turn the float32 products into bfloat16 ones; it knows no meta tensors.
-    with torch.autocast(q.device.type, enabled=False) if q.device.type != "meta" else nullcontext():
+    with without_autocast(q.device):
         query = q.to(dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
         key, value, beta, state = k.to(dtype), v.to(dtype), beta.to(dtype), initial_state.to(dtype)
         if cu_seqlens is None:

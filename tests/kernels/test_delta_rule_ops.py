@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
 
-OP, BACKWARD_OP = torch.ops.zoo.chunk_delta_rule.default, torch.ops.zoo.chunk_delta_rule_backward.default
+OP, BACKWARD_OP = torch.ops.zoo.chunk_delta_rule_torch.default, torch.ops.zoo.chunk_delta_rule_torch_backward.default
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda y: y,
     "transposed": lambda y: y.transpose(1, 2).contiguous().transpose(1, 2),

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import zoo
+from zoo import registry
 from zoo.errors import ZooConfigError
+from zoo.mixers.full_attention import FullAttention
+from zoo.mixers.softmax_attention import AttentionOptions
 
 TOKENS = torch.arange(40).reshape(2, 20)
 
@@ -71,6 +74,21 @@ def test_damaged_and_foreign_weights(saved: Path) -> None:
     (saved / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(ValueError, match="damaged"):
         zoo.load(saved)
+
+
+class Buffered(FullAttention):
+    def __init__(self, options: AttentionOptions, dim: int) -> None:
+        super().__init__(options, dim)
+        self.register_buffer("decay", torch.ones(3), persistent=False)
+
+
+def test_a_buffer_that_was_not_saved_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = dict(registry._entries())
+    monkeypatch.setattr(registry, "_entries", lambda: entries)
+    zoo.register_mixer("buffered")(Buffered)
+    zoo.save(zoo.build("transformer-tiny", ["layers.0.mixer=buffered"]), tmp_path / "model")
+    with pytest.raises(ValueError, match=r"blocks.0.mixer.decay is missing: only persistent buffers are saved"):
+        zoo.load(tmp_path / "model")
 
 
 def test_nothing_in_a_folder_is_executed_unless_trusted(

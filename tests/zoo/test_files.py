@@ -44,3 +44,38 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
             (temporary / content).write_text(content)
     assert [file.name for file in target.iterdir()] == ["new"]
     assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with whole_folder(tmp_path / "link") as temporary:
+        (temporary / "weights").write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "weights").read_text() == "new"
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
+
+
+def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "weights").write_text("old")
+    rename = Path.rename
+
+    def refuse(self: Path, other: Path) -> Path:
+        if other == target and not self.name.endswith(".old"):
+            raise OSError("busy")
+        return rename(self, other)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+
+    def replace() -> None:
+        with whole_folder(target) as temporary:
+            (temporary / "weights").write_text("new")
+
+    with pytest.raises(OSError, match="busy"):
+        replace()
+    assert (target / "weights").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]

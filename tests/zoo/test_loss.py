@@ -54,6 +54,16 @@ def test_nothing_to_predict_is_zero_with_zero_gradients(length: int) -> None:
         assert linear_cross_entropy(*inputs(length, ignored=2.0)) == 0
 
 
+def test_a_loss_scale_saves_small_fp16_gradients() -> None:
+    hidden, weight, labels = inputs(4096, dtype=torch.float16)
+    scale = 2.0**14
+    actual = torch.autograd.grad(scale * linear_cross_entropy(hidden, weight, labels), [hidden, weight])
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = torch.autograd.grad(scale * F.cross_entropy(wide[0] @ wide[1].t(), labels), wide)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.double() - e).norm() / e.norm() < 2e-3  # fp16 rounds to 5e-4; unscaled, most would round to zero
+
+
 def test_extreme_logits() -> None:
     hidden, weight, labels = inputs(20, 0.3)
     x = (1e4 * hidden).detach().requires_grad_(), weight, labels

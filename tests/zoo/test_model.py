@@ -282,6 +282,8 @@ def test_inference_mode() -> None:
 
 def test_a_mixer_may_be_made_of_mixers() -> None:
     class Twice(Mixer):
+        supports = ("decode",)
+
         def __init__(self, options: Any, dim: int) -> None:
             super().__init__()
             self.parts: Any = torch.nn.ModuleList(small().mixers()[:2])

@@ -29,7 +29,7 @@ def model(mixer: Any = "full_attention", num_layers: int = 2) -> zoo.LanguageMod
         ({"tokens": TOKENS.int()}, r"tokens: expected \[B, T\] int64.*int32"),
         ({"tokens": TOKENS.float()}, r"tokens: expected \[B, T\] int64.*float32"),
         ({"tokens": TOKENS[0]}, r"tokens: expected \[B, T\] int64.*got \[5\]"),
-        ({"tokens": TOKENS[:, :0]}, r"tokens: expected .*T >= 1, got \[2, 0\]"),
+        ({"tokens": TOKENS[:, :0]}, r"tokens: expected .*not empty, got \[2, 0\]"),
         ({"labels": TOKENS[:, :4]}, r"labels: expected \[2, 5\] int64, got \[2, 4\]"),
         ({"labels": TOKENS.int()}, r"labels: expected \[2, 5\] int64, got \[2, 5\] torch.int32"),
         ({"labels": TOKENS + 11}, r"labels: expected ids from 0 to 10, got 11"),
@@ -99,6 +99,6 @@ def test_what_a_mixer_lacks_is_refused(capability: str) -> None:
         call[capability]()
 
 
-def test_integer_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"dtype: expected a floating-point type, got torch.int8"):
+def test_parameters_of_another_dtype_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype: expected one of torch.float32, .*, got torch.int8"):
         zoo.build("transformer-tiny", dtype=torch.int8)

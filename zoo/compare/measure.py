@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
+from zoo.builder import construct
 from zoo.compare.plan import Cell, Plan
-from zoo.model import LanguageModel
 from zoo.text import batches
 
 __all__ = ["Runner"]
@@ -35,11 +35,8 @@ class Runner:
         self.plan = plan
         torch.compiler.reset()
         counters.clear()
-        config = plan.configs[cell.recipe]
-        with plan.device, torch.random.fork_rng():
-            torch.manual_seed(plan.seed)
-            self.model = LanguageModel(config).to(plan.dtype)
-        self.initial = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.model = construct(plan.configs[cell.recipe], plan.device, plan.dtype, plan.seed)
+        self.initial = {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
         self.call: Callable[..., Tensor] = self.model
         if cell.compiled:
             self.call = torch.compile(self.model, dynamic=True if len(plan.lengths) > 1 else None)
@@ -73,7 +70,7 @@ class Runner:
             "compile_s": max(first - typical, 0.0) if cell.compiled else None,
             "graphs": counters["stats"]["unique_graphs"] if cell.compiled else None,
             "graph_breaks": sum(counters["graph_break"].values()) if cell.compiled else None,
-            "params": config.num_params,
+            "params": sum(parameter.numel() for parameter in self.model.parameters()),
             "flops_per_token": flops,
             "loss": timed[-1][1],
         }
