@@ -10,6 +10,7 @@ import torch
 def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # for the commands that tests run
 
 
 @pytest.fixture(autouse=True)

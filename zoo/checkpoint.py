@@ -2,6 +2,7 @@
 
 from os import PathLike
 from pathlib import Path
+from shutil import copymode
 
 import torch
 from safetensors import SafetensorError
@@ -38,9 +39,7 @@ def save(model: nn.Module, folder: str | PathLike[str]) -> None:
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise ValueError(f"folder: {target} is a file")
-    foreign = (
-        sorted(file.name for file in target.iterdir() if file.name not in (CONFIG, WEIGHTS)) if target.exists() else []
-    )
+    foreign = _foreign(target) if target.exists() else []
     if foreign:
         raise ValueError(
             f"folder: {target} holds something other than a saved model ({foreign[0]}); nothing was written"
@@ -48,6 +47,12 @@ def save(model: nn.Module, folder: str | PathLike[str]) -> None:
     with whole_folder(target) as temporary:
         save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, temporary / WEIGHTS)
         (temporary / CONFIG).write_text(model.config.to_yaml(), encoding="utf-8")
+        copymode(temporary / CONFIG, temporary / WEIGHTS)  # safetensors lets nobody else read
+
+
+def _foreign(folder: Path) -> list[str]:
+    """What a folder holds besides a saved model."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in (CONFIG, WEIGHTS) or not path.is_file())
 
 
 def load(folder: str | PathLike[str], *, device: torch.device | str = "cpu", trust_code: bool = False) -> LanguageModel:
@@ -68,7 +73,7 @@ def load(folder: str | PathLike[str], *, device: torch.device | str = "cpu", tru
             raise ZooConfigError(f"no saved model: {name} is missing", source=str(folder))
     config = resolve(folder / CONFIG, trust_code=trust_code)
     try:
-        weights = load_file(folder / WEIGHTS, device=str(device))
+        weights = load_file(folder / WEIGHTS)
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS}: damaged: {error}") from None
     with torch.device("meta"):
@@ -78,12 +83,14 @@ def load(folder: str | PathLike[str], *, device: torch.device | str = "cpu", tru
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"{folder / WEIGHTS}: {name} is missing: only persistent buffers are saved")
-    return model
+    return model.to(device)
 
 
 def _check(path: Path, weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name in sorted(weights.keys() ^ expected.keys()):
         raise ValueError(f"{path}: {name} is {'missing' if name in expected else 'not part of this model'}")
+    if len(dtypes := {tensor.dtype for tensor in weights.values()}) > 1 or not all(x.is_floating_point for x in dtypes):
+        raise ValueError(f"{path}: expected one floating-point dtype, got {', '.join(sorted(map(str, dtypes)))}")
     for name, tensor in expected.items():
         if weights[name].shape != tensor.shape:
             raise ValueError(f"{path}: {name} has shape {list(weights[name].shape)}, expected {list(tensor.shape)}")

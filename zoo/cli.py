@@ -46,7 +46,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changes, in order, e.g. dim=512 layers.3.mixer=full_attention"),
+    typer.Argument(metavar="KEY=VALUE", help="Changes, in order, e.g. dim=512 layers.3.mixer=full_attention"),
 ]
 
 
@@ -56,7 +56,7 @@ def list_command(
     kind: Annotated[str | None, typer.Option(help="mixer, block, norm, mlp, feature_map or recipe.")] = None,
 ) -> None:
     """List the components and recipes."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from zoo import recipes, registry
 
@@ -66,7 +66,7 @@ def list_command(
     rows = [(e.kind, e.name, e.summary, e.paper or "", ", ".join(e.supports)) for e in registry.entries(kind)]
     if kind in (None, "recipe"):
         rows += [("recipe", name, recipes.summary(name), "", "") for name in recipes.names()]
-    table = Table("kind", "name", "summary", "paper", "supports")
+    table = Table("kind", Column("name", no_wrap=True), "summary", "paper", "supports")
     for _, group in groupby((row for row in rows if row[1] in names), key=itemgetter(0)):
         for row in group:
             table.add_row(*row)
@@ -83,10 +83,9 @@ def show(
     from zoo.config import resolve
 
     config = resolve(recipe, overrides or ())
-    print(
-        f"# {config.num_params:,} parameters; at 2048 tokens: {config.flops_per_token(2048) / 1e6:,.1f} MFLOPs a token"
-    )
-    print(f"# forward, {config.state_bytes(2048):,} bytes of decoding state in bf16")
+    print(f"# {config.num_params:,} parameters")
+    print(f"# {config.flops_per_token(2048) / 1e6:,.1f} MFLOPs a token, forward, at 2048 tokens")
+    print(f"# {config.state_bytes(2048):,} bytes of decoding state for 2048 tokens, in bf16")
     print(config.to_yaml(), end="")
 
 
@@ -95,7 +94,7 @@ def compare(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RECIPE]...",
+            metavar="RECIPE",
             help="Recipes or paths of YAML files. Default: every recipe, tiny on a CPU, 340m on CUDA.",
         ),
     ] = None,
@@ -111,7 +110,9 @@ def compare(
     ] = None,
     tokens_per_step: Annotated[
         int | None,
-        typer.Option(help="Tokens of each step, whatever the length. Default: 2048 on a CPU, 32768 on CUDA."),
+        typer.Option(
+            help="Tokens of each step, rounded down to whole sequences. Default: 2048 on a CPU, 32768 on CUDA."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each cell.")] = 10,
     warmup: Annotated[int, typer.Option(help="Untimed steps before them.")] = 3,
@@ -154,6 +155,8 @@ def compare(
 
 def _run(plan: "Plan", out: Path) -> dict[str, Any]:
     """Measure with progress on stderr; table and JSON on stdout; files in ``out``."""
+    from rich.markup import escape
+
     from zoo.compare import report
     from zoo.compare.run import run_plan
     from zoo.files import write_whole
@@ -163,22 +166,27 @@ def _run(plan: "Plan", out: Path) -> dict[str, Any]:
 
         def announce(number: int, cell: "Cell") -> None:
             line = f"[{number}/{len(cells)}] {cell}"
-            status.update(line)
+            status.update(escape(line))
             if not progress.is_terminal:
                 progress.print(line, highlight=False, markup=False)
 
         def keep(results: dict[str, Any]) -> None:
             write_whole(out / "results.json", lambda path: path.write_text(json.dumps(results, indent=1) + "\n"))
+            if results["complete"]:
+                return
             row = results["rows"][-1]
             outcome = row.get("error") or f"{row['tokens_per_s']:,.0f} tokens/s"
             compiled = f" (compiled in {row['compile_s']:.1f} s)" if row.get("compile_s") else ""
             progress.print(f"  {cells[len(results['rows']) - 1]}: {outcome}{compiled}", highlight=False, markup=False)
 
+        for stale in ("table.md", "plot.png"):
+            (out / stale).unlink(missing_ok=True)
         results = run_plan(plan, announce, keep)
         status.update("plotting")
         write_whole(out / "table.md", lambda path: path.write_text(report.markdown(results)))
         write_whole(out / "plot.png", lambda path: report.plot(results, path))
-    _console().print(report.table(results))
+    console = _console()
+    console.print(report.table(results, console.width))
     print(f"{out / 'results.json'}  {out / 'table.md'}  {out / 'plot.png'}")
     print(json.dumps(results))
     return results
@@ -211,6 +219,7 @@ def _console(*, stderr: bool = False) -> Any:
 
 def main() -> None:
     """Run the command; a mistake of the user's ends in one line and exit status 2."""
+    sys.path.append(os.getcwd())  # a class path in YAML may name a module beside it, as with `python -m`
     try:
         app()
     except (ValueError, OSError) as error:

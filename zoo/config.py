@@ -14,7 +14,7 @@ from zoo import components, recipes
 from zoo.errors import ZooConfigError, one_of
 from zoo.layers import Layer, Override, expand, merge
 from zoo.mixers.options import Between, Checked, Component, OptionError, check, describe
-from zoo.yaml_file import interpolate, parse_value, plain_mapping, read_mapping
+from zoo.yaml_file import interpolate, parse_value, plain_mapping, read_mapping, refuse_interpolation
 
 __all__ = ["ModelConfig", "Source", "resolve"]
 
@@ -91,7 +91,7 @@ def resolve(source: Source, overrides: Sequence[str] = (), *, trust_code: bool =
     Args:
         source: a recipe's name, the path of a YAML file, or a mapping.
         overrides: ``key=value`` in order, the values in YAML: ``dim=512``, ``layers.3.mixer=full_attention``.
-        trust_code: whether class paths may be imported.
+        trust_code: whether class paths may be imported and ``${...}`` be followed.
 
     Raises:
         ZooConfigError: anything in it is unknown, missing, of the wrong type or out of range.
@@ -100,6 +100,8 @@ def resolve(source: Source, overrides: Sequence[str] = (), *, trust_code: bool =
     parsed: list[Override] = []
     try:
         raw = _read(source)
+        if not trust_code:
+            refuse_interpolation(raw)
         if isinstance(overrides, str):
             raise ZooConfigError(f"got {overrides!r}", key="overrides", allowed="a list of KEY=VALUE")
         parsed += map(_parse, overrides)

@@ -57,13 +57,17 @@ def _losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Ten
     return total, log_probs, target, counts
 
 
-@torch.compiler.nested_compile_region  # compiled once for all chunks
 def _gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One chunk's summed loss and its gradients; its logits die here, before the next chunk's are made."""
     loss, log_probs, target, counts = _losses(hidden, weight, labels)
     one_hot = torch.zeros_like(log_probs).scatter(1, target, 1.0)
     grad_logits = (log_probs.exp() - one_hot).masked_fill(~counts, 0).to(hidden.dtype)
     return loss, grad_logits @ weight, grad_logits.t() @ hidden
+
+
+_compiled_once = torch.compiler.nested_compile_region(_gradients)
+"""Compiled once for all chunks, for the CPU, where eight C++ kernels take long to build; on CUDA (torch 2.11) Inductor
+fuses less inside such a region, and the step takes longer and more memory."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -77,9 +81,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_hidden = []
+        gradients = _compiled_once if hidden.device.type == "cpu" else _gradients
         for hidden_chunk, labels_chunk in _chunks(hidden, labels):
             chunk = hidden_chunk, weight, labels_chunk
-            loss, grad_hidden_chunk, grad_weight_chunk = _gradients(*chunk)  # pyright: ignore[reportCallIssue]
+            loss, grad_hidden_chunk, grad_weight_chunk = gradients(*chunk)  # pyright: ignore[reportCallIssue]
             total = total + loss
             grad_hidden.append(grad_hidden_chunk)
             grad_weight = grad_weight + grad_weight_chunk

@@ -16,7 +16,7 @@ from omegaconf.errors import (
 
 from zoo.errors import ZooConfigError
 
-__all__ = ["interpolate", "parse_value", "plain_mapping", "read_mapping"]
+__all__ = ["interpolate", "parse_value", "plain_mapping", "read_mapping", "refuse_interpolation"]
 
 _MOST_BYTES = 1 << 20
 _MOST_NODES = 200_000  # with every alias written out, so that a small file cannot stand for a huge one
@@ -62,6 +62,23 @@ def plain_mapping(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
         return _plain(OmegaConf.to_container(mapping) if isinstance(mapping, DictConfig) else mapping)
     except RecursionError as error:
         raise _explain(error) from None
+
+
+def refuse_interpolation(value: Any, key: str = "") -> None:
+    """Nothing may be looked up, nor a resolver called, on behalf of a file that is not trusted.
+
+    Raises:
+        ZooConfigError: some text in it has ``${``.
+    """
+    if isinstance(value, dict):
+        for name, part in value.items():
+            refuse_interpolation(name, key)
+            refuse_interpolation(part, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            refuse_interpolation(part, f"{key}.{index}")
+    elif isinstance(value, str) and "${" in value:
+        raise ZooConfigError(f"got {value!r}", key=key, allowed="values without ${...} in a file that is not trusted")
 
 
 def interpolate(mapping: dict[Any, Any]) -> dict[Any, Any]:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
 import zoo
 from zoo import registry
@@ -103,3 +105,29 @@ def test_nothing_in_a_folder_is_executed_unless_trusted(
     assert "harmful" not in sys.modules
     with pytest.raises(ZooConfigError, match=r"cannot import 'harmful.Mixer'.*it ran"):
         zoo.load(saved, trust_code=True)
+
+
+@pytest.mark.parametrize("value", ["${evaluate:'1'}", "${oc.env:HOME}", "${vocab_size}"])
+def test_nothing_is_looked_up_for_a_folder(saved: Path, value: str) -> None:
+    called: list[str] = []
+    OmegaConf.register_new_resolver("evaluate", called.append, replace=True)
+    config = (saved / "config.yaml").read_text()
+    (saved / "config.yaml").write_text(config.replace("name: transformer-tiny", f'name: "{value}"'))
+    try:
+        with pytest.raises(ZooConfigError, match=r"name: got .*values without \$\{...\} in a file that is not trusted"):
+            zoo.load(saved)
+    finally:
+        OmegaConf.clear_resolver("evaluate")
+    assert not called
+
+
+def test_weights_may_be_read_by_whoever_may_read_the_configuration(saved: Path) -> None:
+    assert (saved / "model.safetensors").stat().st_mode == (saved / "config.yaml").stat().st_mode
+
+
+def test_weights_of_mixed_dtypes(saved: Path) -> None:
+    weights = load_file(saved / "model.safetensors")
+    weights["norm.weight"] = weights["norm.weight"].half()
+    save_file(weights, saved / "model.safetensors")
+    with pytest.raises(ValueError, match=r"expected one floating-point dtype, got torch.float16, torch.float32"):
+        zoo.load(saved)

@@ -92,4 +92,13 @@ def test_compare_shows_a_table_and_ends_in_json(tmp_path: Path) -> None:
     assert {"recipe", "length", "mode", "compiled", "tokens_per_s", "step_ms", "peak_bytes", "compile_s", "graphs",
             "graph_breaks", "params", "flops_per_token", "loss"} <= results["rows"][0].keys()  # fmt: skip
     assert {"device", "torch", "python", "commit"} <= results["machine"].keys()
+    assert results["complete"] is True
     assert [line for line in done.stderr.splitlines() if line.startswith("[1/4] deltanet-tiny  T 32  train  eager")]
+
+
+def test_a_class_path_may_name_a_module_in_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "my_mixer.py").write_text("from zoo.mixers.full_attention import FullAttention as Mine\n")
+    command = [str(Path(sys.executable).parent / "zoo"), "show", "transformer-tiny", "layers.0.mixer=my_mixer.Mine"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "name: my_mixer.Mine" in done.stdout

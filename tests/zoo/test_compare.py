@@ -1,11 +1,13 @@
 """`zoo compare` on a small scale: figures, files, failures."""
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 import zoo
@@ -83,6 +85,7 @@ def test_a_broken_architecture_loses_nothing_else_and_breaks_are_counted(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"lengths": (64,), "tokens_per_step": 0}, "--tokens-per-step: got 0, allowed: at least 64"),
         ({"lengths": (64,), "tokens_per_step": 32}, "--tokens-per-step: got 32, allowed: at least 64"),
         ({"steps": 0}, "--steps: got 0, allowed: at least 1"),
         ({"warmup": 0}, "--warmup: got 0, allowed: at least 1"),
@@ -119,14 +122,25 @@ def test_table_and_plot_show_failures_beside_figures(tmp_path: Path) -> None:
     figures = {"tokens_per_s": 1e5, "tokens_per_s_p20": 9e4, "tokens_per_s_p80": 1.1e5, "step_ms": 2.5,
                "peak_bytes": 3 << 20, "compile_s": 4.5, "graphs": 1, "graph_breaks": 0, "params": 1_000_000,
                "flops_per_token": 6e6, "loss": 2.5}  # fmt: skip
-    place = {"recipe": "a", "length": 64, "mode": "train"}
+    place = {"recipe": "deltanet-[global]-tiny", "length": 64, "mode": "train"}
     results = {
         "machine": {"device": "GPU", "torch": "2"},
         "settings": {"dtype": "float32", "tokens_per_step": 64, "steps": 3},
         "rows": [place | {"compiled": False, "error": "OutOfMemoryError"}, place | {"compiled": True} | figures],
     }
     line = report.markdown(results).splitlines()[-1]
-    assert line == "| a | 64 | train | failed | 100,000 ±10% | - | 2.5 | 3 | 4.5 | 1 | 0 | 1.00M | 6.0 | 2.500 |"
+    assert (
+        line
+        == "| deltanet-[global]-tiny | 64 | train | failed | 100,000 ±10% | - | 2.5 | 3 | 4.5 | 1 | 0 | 1.00M | 6.0 | 2.500 |"
+    )
+    for width in (80, 100, 120, 200):
+        console = Console(width=width, file=StringIO(), record=True)
+        console.print(report.table(results, width))
+        shown = console.export_text()
+        assert "…" not in shown, shown
+        assert "failed" in shown
+        assert "100,000 ±10%" in shown
+        assert ("2.500" in shown) == (width == 200)
     report.plot(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(json.dumps(results)) == results

@@ -104,8 +104,10 @@ def make_plan(
     """
     where = _device(device)
     on_cuda = where.type == "cuda"
-    lengths = lengths or ((2048,) if on_cuda else (256, 1024))
-    tokens_per_step = tokens_per_step or max(32768 if on_cuda else 2048, *lengths)
+    if lengths is None:
+        lengths = (2048,) if on_cuda else (256, 1024)
+    if tokens_per_step is None:
+        tokens_per_step = max(32768 if on_cuda else 2048, *lengths)
     for name, value, least in (
         ("lengths", min(lengths), 1),
         ("tokens-per-step", tokens_per_step, max(lengths)),

@@ -1,9 +1,14 @@
 """Results as a table, as Markdown, and as a plot."""
 
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 __all__ = ["markdown", "plot", "table"]
@@ -27,6 +32,7 @@ _COLUMNS = (
     "loss",
 )
 _LEFT = (0, 2)  # columns of words
+_FEWEST = 6  # columns that are always shown
 
 
 def _pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
@@ -78,24 +84,33 @@ def _number(value: float | None, form: str, factor: float = 1) -> str:
     return "-" if value is None else form.format(value if factor == 1 else value * factor)
 
 
-def table(results: dict[str, Any]) -> Table:
-    """For the terminal."""
-    result = Table(title=_title(results), caption=_CAPTION, title_justify="left", caption_justify="left")
-    for index, name in enumerate(_COLUMNS):
+def table(results: dict[str, Any], width: int) -> Table:
+    """For the terminal: as many columns, from the left, as fit into ``width`` characters."""
+    for count in range(len(_COLUMNS), _FEWEST, -1):
+        result = _table(results, count)
+        if Console(width=10_000).measure(result).maximum <= width:
+            return result
+    return _table(results, _FEWEST)
+
+
+def _table(results: dict[str, Any], count: int) -> Table:
+    caption = _CAPTION if count == len(_COLUMNS) else f"{_CAPTION} The other columns are in table.md."
+    result = Table(
+        title=_title(results), caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD
+    )
+    for index, name in enumerate(_COLUMNS[:count]):
         result.add_column(name, justify="left" if index in _LEFT else "right", no_wrap=True)
-    mode = None
-    for pair in _pairs(results["rows"]):
-        cells = _cells(*pair)
-        if mode not in (None, cells[2]):
-            result.add_section()
-        mode = cells[2]
-        result.add_row(*cells)
+    for _, group in groupby((_cells(*pair) for pair in _pairs(results["rows"])), key=itemgetter(2)):
+        for cells in group:
+            result.add_row(*map(escape, cells[:count]))
+        result.add_section()
     return result
 
 
 _CAPTION = (
-    "tok/s: median ± half the distance from the 20th to the 80th percentile. Step time, peak memory (parameters, "
-    "optimiser state and activations) and loss: compiled."
+    "tok/s: median ± half the distance from the 20th to the 80th percentile; a wide one says that the machine was "
+    "busy. Lengths share a graph, which the first one compiles. Step time, peak memory (parameters, optimiser state, "
+    "activations) and the last step's loss: compiled."
 )
 
 
@@ -110,7 +125,7 @@ def _title(results: dict[str, Any]) -> str:
     machine, settings = results["machine"], results["settings"]
     return (
         f"{machine['device']}, torch {machine['torch']}, {settings['dtype']}, "
-        f"{settings['tokens_per_step']:,} tokens a step, medians of {settings['steps']} steps"
+        f"up to {settings['tokens_per_step']:,} tokens a step, medians of {settings['steps']} steps"
     )
 
 

@@ -26,11 +26,11 @@ def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[
     Args:
         plan: what to measure.
         announce: told the number of each cell before it runs.
-        keep: given all results so far after each cell.
+        keep: given all results so far after each cell, and once more when they are complete.
 
     Returns:
-        {"machine": header, "settings": ..., "rows": [one mapping per cell]}. A cell that failed has an "error" and no
-        figures, and the others go on.
+        {"machine": header, "settings": ..., "complete": ..., "rows": [one mapping per cell]}. A cell that failed has an
+        "error" and no figures, and the others go on.
     """
     settings = {
         "dtype": str(plan.dtype).removeprefix("torch."),
@@ -41,13 +41,15 @@ def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[
         "text_bytes": plan.text.shape[0],
         "dynamic_shapes": len(plan.lengths) > 1,
     }
-    results: Results = {"machine": machine.describe(plan.device), "settings": settings, "rows": []}
+    results: Results = {"machine": machine.describe(plan.device), "settings": settings, "complete": False, "rows": []}
     # Caches off: every compile time is that of a first compilation, whatever ran before.
     with inductor_config.patch(force_disable_caches=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
         for cell, row in _rows(plan, announce):
             results["rows"].append(asdict(cell) | row)
             keep(results)
+    results["complete"] = True
+    keep(results)
     return results
 
 
