@@ -110,7 +110,7 @@ def test_nothing_in_a_folder_is_executed_unless_trusted(
 @pytest.mark.parametrize("value", ["${evaluate:'1'}", "${oc.env:HOME}", "${vocab_size}"])
 def test_nothing_is_looked_up_for_a_folder(saved: Path, value: str) -> None:
     called: list[str] = []
-    OmegaConf.register_new_resolver("evaluate", called.append, replace=True)
+    OmegaConf.register_resolver("evaluate", called.append, replace=True)
     config = (saved / "config.yaml").read_text()
     (saved / "config.yaml").write_text(config.replace("name: transformer-tiny", f'name: "{value}"'))
     try:

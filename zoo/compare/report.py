@@ -95,9 +95,8 @@ def table(results: dict[str, Any], width: int) -> Table:
 
 def _table(results: dict[str, Any], count: int) -> Table:
     caption = _CAPTION if count == len(_COLUMNS) else f"{_CAPTION} The other columns are in table.md."
-    result = Table(
-        title=_title(results), caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD
-    )
+    result = Table(title=_title(results), caption=caption, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    result.title_justify = result.caption_justify = "left"
     for index, name in enumerate(_COLUMNS[:count]):
         result.add_column(name, justify="left" if index in _LEFT else "right", no_wrap=True)
     for _, group in groupby((_cells(*pair) for pair in _pairs(results["rows"])), key=itemgetter(2)):
