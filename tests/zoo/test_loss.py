@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zoo import loss
 from zoo.loss import IGNORED, NUM_CHUNKS, linear_cross_entropy
 
 D, V = 5, 23
@@ -62,6 +63,17 @@ def test_a_loss_scale_saves_small_fp16_gradients() -> None:
     expected = torch.autograd.grad(scale * F.cross_entropy(wide[0] @ wide[1].t(), labels), wide)
     for a, e in zip(actual, expected, strict=True):
         assert (a.double() - e).norm() / e.norm() < 2e-3  # fp16 rounds to 5e-4; unscaled, most would round to zero
+
+
+@pytest.mark.parametrize("inlined", [False, True], ids=["as on the CPU", "as on CUDA"])
+def test_compiled_equals_eager(inlined: bool, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
+    if inlined:
+        monkeypatch.setattr(loss, "_compiled_once", loss._gradients)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, dynamic=True)
+    for length in (61, 100):
+        x = inputs(length, 0.3)
+        for a, e in zip(with_gradients(compiled, *x), with_gradients(plain, *x), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
 def test_extreme_logits() -> None:
