@@ -66,8 +66,8 @@ def _gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, 
 
 
 _compiled_once = torch.compiler.nested_compile_region(_gradients)
-"""Compiled once for all chunks, for the CPU, where eight C++ kernels take long to build; on CUDA (torch 2.11) Inductor
-fuses less inside such a region, and the step takes longer and more memory."""
+"""Compiled once for all chunks, for the CPU, where eight C++ kernels take long to build. Not on CUDA: with it, steps
+took longer and more memory (torch 2.11), in one run each way."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
