@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.attention import document_ids, visible
+from zoo.mixers.cache import slot_positions
 from zoo.mixers.norms import StaticFloat
 
 __all__ = ["AttentionMask", "Context", "RotaryTable", "Shared"]
@@ -109,20 +110,3 @@ class AttentionMask:
         order = torch.arange(length, device=context.positions.device)
         documents = None if context.cu_seqlens is None else document_ids(context.cu_seqlens, length)
         return visible(order, order, window=self.window, documents=documents)[None, None]
-
-
-def slot_positions(start: Tensor, num_slots: int) -> Tensor:
-    """Position of the token that each slot of a ring cache holds, negative where it is still empty.
-
-    Token p lives in slot p mod S, so slot s holds the newest p < start with p mod S = s.
-
-    Args:
-        start: [B] int64, number of tokens seen.
-        num_slots: S.
-
-    Returns:
-        [B, S] int64.
-    """
-    slots = torch.arange(num_slots, device=start.device)
-    newest = start[:, None] - 1
-    return newest - (newest - slots) % num_slots

@@ -15,7 +15,7 @@ from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
 from zoo.kernels.precision import precise_dtype
 from zoo.mixers.context import Context
 from zoo.mixers.contract import Mixer, State
-from zoo.mixers.feature_maps import Beta, ShortConvolution, activate_beta, l1_normalize, l2_normalize
+from zoo.mixers.feature_maps import Beta, ShortConvolution, activate_beta, convolve, l1_normalize, l2_normalize
 from zoo.mixers.heads import HeadOptions
 from zoo.mixers.norms import RMSNorm
 from zoo.mixers.options import AtLeast, Between, Component, OptionError, component
@@ -135,29 +135,20 @@ class DeltaNet(Mixer):
         q, k, v, taps = self._features(qkv, context, state)
         rule = recurrent_delta_rule if state is not None and x.shape[1] == 1 else chunk_delta_rule
         memory = None if state is None else state["memory"]
-        o, memory = rule(q, k, v, self._beta(beta, v), initial_state=memory, cu_seqlens=context.cu_seqlens)
+        beta = activate_beta(beta, self.options.beta, self.num_kv_heads)
+        o, memory = rule(q, k, v, beta, initial_state=memory, cu_seqlens=context.cu_seqlens)
         o = self.norm(o).flatten(-2)
         if self.options.output_gate:
             o = o * nn.functional.silu(gate)
         return self.out_proj(o), None if state is None else {"memory": memory.to(state["memory"].dtype)} | taps
 
     def _features(self, qkv: Tensor, context: Context, state: State | None) -> tuple[Tensor, Tensor, Tensor, State]:
-        taps: State = {}
-        if self.conv is not None:
-            positions = None if context.cu_seqlens is None else context.positions
-            qkv, last = self.conv(qkv, positions, None if state is None else state["taps"])
-            taps = {"taps": last}
+        qkv, taps = convolve(self.conv, qkv, context, state)
         q, k, v = qkv.split(self.qkv_widths, -1)
         norm = _NORMS[self.options.qk_norm]
         q = norm(self.feature_map(q).unflatten(-1, (self.num_heads, self.d_k)))
         k = norm(self.feature_map(k).unflatten(-1, (self.num_kv_heads, self.d_k)))
         return q, k, nn.functional.silu(v).unflatten(-1, (self.num_kv_heads, self.d_v)), taps
-
-    def _beta(self, logits: Tensor, v: Tensor) -> Tensor:
-        kind = self.options.beta
-        if isinstance(kind, str):
-            return activate_beta(logits, kind)
-        return torch.full(v.shape[:-1], kind, dtype=torch.float32, device=v.device)
 
     def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:
         """``memory`` [B, G, d_k, d_v] fp32, and ``taps`` [B, K - 1, C] where there is a convolution."""
@@ -165,7 +156,5 @@ class DeltaNet(Mixer):
         shape = batch_size, self.num_kv_heads, self.d_k, self.d_v
         state = {"memory": torch.zeros(shape, device=device, dtype=precise_dtype(dtype))}
         if self.conv is not None:
-            state["taps"] = torch.zeros(
-                batch_size, self.conv.weight.shape[0] - 1, self.widths[0], device=device, dtype=dtype
-            )
+            state["taps"] = self.conv.new_taps(batch_size, device, dtype)
         return state

@@ -9,25 +9,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.kernels.precision import precise
+from zoo.kernels.precision import precise, precise_dtype
+from zoo.mixers.context import Context
+from zoo.mixers.norms import RMSNorm
 from zoo.mixers.options import Between
 
-__all__ = ["Beta", "OnePlusELU", "ShortConvolution", "activate_beta", "l1_normalize", "l2_normalize"]
+__all__ = [
+    "Beta",
+    "HeadNorm",
+    "OnePlusELU",
+    "ShortConvolution",
+    "activate_beta",
+    "convolve",
+    "head_norm",
+    "l1_normalize",
+    "l2_normalize",
+]
 
 Beta = Literal["sigmoid", "2sigmoid"] | Annotated[float, Between(0, 2)]
 """How strongly a token overwrites: a learned sigmoid in (0, 1), twice that, or a fixed number."""
 
 
-def activate_beta(logits: Tensor, kind: Literal["sigmoid", "2sigmoid"]) -> Tensor:
-    """Writing strength in (0, 1), or in (0, 2) for "2sigmoid", whose erased eigenvalue 1 - beta may be negative.
+def activate_beta(logits: Tensor, kind: Beta, num_heads: int) -> Tensor:
+    """Writing strength in (0, 1), in (0, 2) for "2sigmoid", whose erased eigenvalue 1 - beta may be negative, or fixed.
 
     Args:
-        logits: [B, T, H].
-        kind: "sigmoid" or "2sigmoid".
+        logits: [B, T, H]; where the strength is a fixed number, [B, T, 0].
+        kind: "sigmoid", "2sigmoid" or the number.
+        num_heads: H.
 
     Returns:
         [B, T, H] fp32 (fp64 for fp64).
     """
+    if not isinstance(kind, str):
+        return torch.full(
+            (*logits.shape[:-1], num_heads), kind, dtype=precise_dtype(logits.dtype), device=logits.device
+        )
     beta = precise(logits).sigmoid()
     return 2 * beta if kind == "2sigmoid" else beta
 
@@ -42,6 +59,23 @@ def l1_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / (|x|_1 + eps) over the last dimension, computed in fp32."""
     wide = precise(x)
     return (wide / (wide.abs().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+HeadNorm = Literal["rms", "l2", "none"]
+"""Of queries and keys per head: "rms" has learned weights, "l2" makes cosines of their products."""
+
+
+class L2Norm(nn.Module):
+    """`l2_normalize` as a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., d]."""
+        return l2_normalize(x)
+
+
+def head_norm(kind: HeadNorm, head_dim: int) -> nn.Module:
+    """The norm of that kind for heads of that size."""
+    return {"rms": lambda: RMSNorm(head_dim), "l2": L2Norm, "none": nn.Identity}[kind]()
 
 
 class OnePlusELU(nn.Module):
@@ -101,3 +135,28 @@ class ShortConvolution(nn.Module):
         # A copy: a view would keep all of x alive, and with B = 1 have its strides.
         last = padded[:, length:].to(x.dtype if taps is None else taps.dtype)
         return y.to(x.dtype), last.clone(memory_format=torch.contiguous_format)
+
+    def new_taps(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The taps before the first token, zeros [B, K - 1, C]."""
+        return torch.zeros(batch_size, self.weight.shape[0] - 1, self.weight.shape[1], device=device, dtype=dtype)
+
+
+def convolve(
+    convolution: ShortConvolution | None, x: Tensor, context: Context, state: dict[str, Tensor] | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A mixer's convolution, if it has one.
+
+    Args:
+        convolution: or None.
+        x: [B, T, C].
+        context: of the call.
+        state: with ``taps`` if there is a convolution, or None.
+
+    Returns:
+        y [B, T, C], and the new ``taps`` if there is a convolution.
+    """
+    if convolution is None:
+        return x, {}
+    positions = None if context.cu_seqlens is None else context.positions
+    y, taps = convolution(x, positions, None if state is None else state["taps"])
+    return y, {"taps": taps}

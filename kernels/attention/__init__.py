@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from zoo.kernels.attention.mask import document_ids, visible
 from zoo.kernels.attention.reference import attention_reference
+from zoo.kernels.checks import check_mask
 from zoo.kernels.packing import check_cu_seqlens
 
 __all__ = ["attention", "document_ids", "visible"]
@@ -83,7 +84,7 @@ def _check(
         raise ValueError(f"q: expected [B, T, H, D], got {list(q.shape)}")
     B, T, H, D = q.shape
     if mask is not None:
-        _check_mask(mask, B, T)
+        check_mask(mask, B, T)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.is_floating_point():
             raise ValueError(f"{name}: expected a floating-point dtype, got {x.dtype}")
@@ -98,10 +99,3 @@ def _check(
         raise ValueError("mask: it already says what is visible; give neither window nor cu_seqlens with it")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch_size=B, length=T, device=q.device)
-
-
-def _check_mask(mask: Tensor, batch_size: int, length: int) -> None:
-    shape = list(mask.shape)
-    if mask.dtype != torch.bool or shape[:-1] not in ([1, 1, length], [batch_size, 1, length]):
-        expected = f"[{batch_size}, 1, {length}, T_k]" + (f" or [1, 1, {length}, T_k]" if batch_size > 1 else "")
-        raise ValueError(f"mask: expected bool {expected}, got {shape} {mask.dtype}")

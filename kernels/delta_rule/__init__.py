@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B 
 
 from torch import Tensor
 
+from zoo.kernels.checks import check_shape, check_tensors
 from zoo.kernels.delta_rule.ops import chunk_delta_rule as _chunk_op
 from zoo.kernels.delta_rule.reference import delta_rule_reference
 from zoo.kernels.packing import check_cu_seqlens
@@ -127,29 +128,18 @@ def _check(
     if k.ndim != 4:
         raise ValueError(f"k: expected [B, T, G, d_k], got {list(k.shape)}")
     groups = k.shape[2]
-    _check_shape("k", "[B, T, G, d_k]", k, (batch, seq_len, groups, key_dim))
+    check_shape("k", "[B, T, G, d_k]", k, (batch, seq_len, groups, key_dim))
     if groups < 1 or num_heads % groups:
         raise ValueError(f"k: expected a number of heads G that divides the H = {num_heads} of q, got {groups}")
     if v.ndim != 4:
         raise ValueError(f"v: expected [B, T, G, d_v], got {list(v.shape)}")
     value_dim = v.shape[3]
-    _check_shape("v", "[B, T, G, d_v]", v, (batch, seq_len, groups, value_dim))
-    _check_shape("beta", "[B, T, G]", beta, (batch, seq_len, groups))
+    check_shape("v", "[B, T, G, d_v]", v, (batch, seq_len, groups, value_dim))
+    check_shape("beta", "[B, T, G]", beta, (batch, seq_len, groups))
     num_states = batch
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch_size=batch, length=seq_len, device=q.device)
         num_states = cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        _check_shape("initial_state", "[N, G, d_k, d_v]", initial_state, (num_states, groups, key_dim, value_dim))
-    named = {"q": q, "k": k, "v": v, "beta": beta, "initial_state": initial_state}
-    for name, x in named.items():
-        if x is not None and not x.is_floating_point():
-            raise ValueError(f"{name}: expected a floating-point dtype, got {x.dtype}")
-    for name, x in {**named, "cu_seqlens": cu_seqlens}.items():
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
-
-
-def _check_shape(name: str, letters: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    if x.shape != shape:
-        raise ValueError(f"{name}: expected {letters} = {list(shape)}, got {list(x.shape)}")
+        check_shape("initial_state", "[N, G, d_k, d_v]", initial_state, (num_states, groups, key_dim, value_dim))
+    check_tensors({"q": q, "k": k, "v": v, "beta": beta, "initial_state": initial_state}, {"cu_seqlens": cu_seqlens})

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from zoo import ZooConfigError, components
-from zoo.mixers.context import AttentionMask, Context, RotaryTable, slot_positions
-from zoo.mixers.softmax_attention import SoftmaxAttention, rotate, write_ring
+from zoo.mixers.cache import slot_positions, write_ring
+from zoo.mixers.context import AttentionMask, Context, RotaryTable
+from zoo.mixers.rotary import rotate
+from zoo.mixers.softmax_attention import SoftmaxAttention
 
 
 def attention(name: str = "full_attention", dim: int = 24, **options: Any) -> SoftmaxAttention:
@@ -24,7 +26,8 @@ def mix(layer: SoftmaxAttention, x: Tensor, cu_seqlens: Tensor | None = None) ->
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
-    return rotate(x, cast(Tensor, RotaryTable(x.shape[-1], (theta,)).build(Context(positions=positions[None]))))
+    table = RotaryTable(x.shape[-1], (theta,))
+    return rotate(x, Context(positions=positions[None]).share((table,)), table)
 
 
 @pytest.mark.parametrize("window", [17, 18, 1000])
