@@ -1,0 +1,65 @@
+"""The kernels kappa(x, y) that compare two vectors, as functions of their logit scale * x . y (arXiv 2505.19488)."""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+__all__ = ["KAPPAS", "Kappa", "check_kappa", "default_scale", "weigh"]
+
+Kappa = Literal["softmax", "linear", "relu", "exp", "round"]
+"""softmax is normalised over the visible keys; the others take each logit alone: itself, max(0, x), e^x, the nearest
+value of so many decimals."""
+KAPPAS: tuple[str, ...] = get_args(Kappa)
+
+
+def check_kappa(name: str, kappa: str, round_decimals: int) -> None:
+    """Refuse a kernel that does not exist.
+
+    Args:
+        name: of the argument.
+        kappa: its value.
+        round_decimals: given with it.
+
+    Raises:
+        ValueError: as it says.
+    """
+    if kappa not in KAPPAS:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, KAPPAS))}, got {kappa!r}")
+    if round_decimals < 0:
+        raise ValueError(f"round_decimals: expected at least 0, got {round_decimals}")
+
+
+def default_scale(kappa: str, head_dim: int) -> float:
+    """Of the logits: head_dim^-1/2 for softmax, as in attention, and 1 for the others."""
+    return head_dim**-0.5 if kappa == "softmax" else 1.0
+
+
+def weigh(logits: Tensor, hidden: Tensor, kappa: str, round_decimals: int) -> Tensor:
+    """kappa of the visible logits and 0 for the hidden ones, differentiable; a row that sees no key is 0.
+
+    Args:
+        logits: [..., keys], scaled.
+        hidden: bool, broadcastable to the logits.
+        kappa: one of `KAPPAS`.
+        round_decimals: that "round" keeps; its gradient is that of "linear" (straight-through).
+
+    Returns:
+        [..., keys].
+    """
+    lowest = torch.finfo(logits.dtype).min  # -inf would make NaN of a row that sees no key
+    return _FUNCTIONS[kappa](logits.masked_fill(hidden, lowest), round_decimals).masked_fill(hidden, 0)
+
+
+def _round(x: Tensor, decimals: int) -> Tensor:
+    return torch.round(x, decimals=decimals).detach() + (x - x.detach())
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "softmax": lambda x, _: x.softmax(-1),
+    "linear": lambda x, _: x,
+    "relu": lambda x, _: x.relu(),
+    "exp": lambda x, _: x.exp(),
+    "round": _round,
+}
