@@ -67,6 +67,15 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         | {"conv_size": 3, "output_gate": True, "beta": "2sigmoid", "feature_map": "elu1", "qk_norm": "l1"},
         {"num_heads": 2, "head_dim": 5, "conv_size": 0, "beta": 0.5, "feature_map": "identity"},
     ],
+    "deltaformer": [
+        {},
+        {"num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "compare": "wk", "alpha": "sigmoid", "beta": "2sigmoid"}
+        | {"conv_size": 3, "conv_bias": True},
+        {"num_heads": 4, "num_kv_heads": 2, "compare": "qk", "kappa1": "linear", "kappa2": "relu", "alpha": 0.5},
+        {"num_heads": 3, "head_dim": 7, "kappa1": "relu", "rope": False, "conv_size": 2},
+        {"num_heads": 2, "kappa1": "exp", "kappa2": "exp", "compare": "qk", "beta": 0.1},
+        {"num_heads": 1, "head_dim": 80, "kappa2": "linear", "qk_norm": "none"},
+    ],
     "full_attention": [
         {},
         {"num_heads": 4, "num_kv_heads": 1, "head_dim": 10, "qk_norm": "rms"},

@@ -114,6 +114,8 @@ def test_default_plan_is_every_tiny_recipe() -> None:
         "deltanet-tiny",
         "deltanet-swa-tiny",
         "deltanet-global-tiny",
+        "deltaformer-tiny",
+        "deltaformer-swa-tiny",
         "swa-full-tiny",
     }
 

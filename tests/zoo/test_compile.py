@@ -16,6 +16,7 @@ from zoo import registry
 TINY = zoo.list("*-tiny", kind="recipe")
 MIXERS = [entry.name for entry in registry.entries("mixer")]
 V = 256
+FOUR_MIXERS = ["layers.2.mixer=full_attention", "layers.3.mixer=deltaformer"]
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -55,7 +56,7 @@ def test_trains_in_one_graph_at_all_lengths(recipe: str) -> None:
 
 
 def test_packed_trains_in_one_graph_for_all_packings() -> None:
-    model = zoo.build("deltanet-swa-tiny", ["num_layers=3", "layers.2.mixer=full_attention"], seed=0)
+    model = zoo.build("deltanet-swa-tiny", FOUR_MIXERS, seed=0)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     packings = ((5, 1, 61), (64, 2, 30, 1, 0, 7), (100, 33), (1, 1, 1, 1, 90))
     for index, pieces in enumerate(packings):
@@ -67,7 +68,7 @@ def test_packed_trains_in_one_graph_for_all_packings() -> None:
 
 @torch.no_grad()
 def test_decodes_in_one_graph_each_for_prefill_and_steps() -> None:
-    model = zoo.build("deltanet-swa-tiny", ["num_layers=3", "layers.2.mixer=full_attention"], seed=0)
+    model = zoo.build("deltanet-swa-tiny", FOUR_MIXERS, seed=0)
     tokens, _ = batch(90)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     state, logits, graphs = model.init_state(3, 90), [], []

@@ -455,6 +455,10 @@ DEFAULTS = {
         "beta": "sigmoid", "qk_norm": "l2", "conv_size": 4, "conv_bias": False, "output_gate": False,
         "expand_k": 1, "expand_v": 1,
     },
+    "deltaformer": {
+        "kappa1": "softmax", "kappa2": "softmax", "round_decimals": 0, "compare": "kk", "alpha": 1, "beta": "sigmoid",
+        "qk_norm": "rms", "rope": True, "rope_theta": 10000, "conv_size": 0, "conv_bias": False,
+    },
     "full_attention": ATTENTION,
     "sliding_window": {**ATTENTION, "window": 1024},
 }  # fmt: skip
@@ -467,7 +471,9 @@ def test_defaults(name: str) -> None:
     assert name != "delta_net" or found.feature_map.name == "silu"
 
 
-@pytest.mark.parametrize(("name", "typical"), [("delta_net", 128), ("full_attention", 64), ("sliding_window", 64)])
+@pytest.mark.parametrize(
+    ("name", "typical"), [("delta_net", 128), ("deltaformer", 64), ("full_attention", 64), ("sliding_window", 64)]
+)
 def test_heads(name: str, typical: int) -> None:
     def heads(dim: int = 512, **given: int) -> tuple[int, int, int]:
         return options(resolve(mixer(name, **given) | {"dim": dim})).heads
@@ -493,6 +499,10 @@ EVERY_OPTION: dict[str, Raw] = {
     "delta_net": {
         **HEADS, "beta": 1.5, "feature_map": "elu1", "qk_norm": "l1", "conv_size": 2, "conv_bias": True,
         "output_gate": True, "expand_k": 0.5, "expand_v": 2,
+    },
+    "deltaformer": {
+        **HEADS, "kappa1": "relu", "kappa2": "round", "round_decimals": 2, "compare": "wk", "alpha": 0.5,
+        "beta": "2sigmoid", "qk_norm": "none", "rope": False, "rope_theta": 1e6, "conv_size": 2, "conv_bias": True,
     },
     "full_attention": ATTENTION_OPTIONS,
     "sliding_window": {**ATTENTION_OPTIONS, "window": 7},

@@ -9,8 +9,15 @@ import zoo
 from zoo import recipes
 from zoo.config import ModelConfig, resolve
 
-D, F, S = "delta_net", "full_attention", "sliding_window"
-KINDS = {"transformer": [F], "deltanet": [D], "deltanet-swa": [D, S], "swa-full": [S, S, S, F]}  # repeated
+D, DF, F, S = "delta_net", "deltaformer", "full_attention", "sliding_window"
+KINDS = {
+    "transformer": [F],
+    "deltanet": [D],
+    "deltanet-swa": [D, S],
+    "deltaformer": [DF],
+    "deltaformer-swa": [DF, S],
+    "swa-full": [S, S, S, F],
+}  # repeated
 FAMILIES = (*KINDS, "deltanet-global")
 ALL = [f"{family}-{size}" for family in FAMILIES for size in recipes.SIZES]
 SHAPES = {"tiny": (4, 128, 384, 256, 32), "340m": (24, 1024, 2816, 32000, 1024), "1.3b": (24, 2048, 5632, 32000, 1024)}
