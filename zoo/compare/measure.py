@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 
 from zoo.builder import construct
 from zoo.compare.plan import Cell, Plan
+from zoo.memory import peak_cpu_bytes
 from zoo.text import batches
 
 __all__ = ["Runner"]
@@ -122,15 +122,7 @@ class Runner:
             torch.cuda.reset_peak_memory_stats(self.plan.device)
             step()
             return torch.cuda.max_memory_allocated(self.plan.device)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step()
-        events = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")  # pyright: ignore[reportAttributeAccessIssue]
-        growth = most = 0
-        for _, change in changes:
-            growth += change
-            most = max(most, growth)
-        return self._lasting_bytes() + most
+        return self._lasting_bytes() + peak_cpu_bytes(step)
 
     def _lasting_bytes(self) -> int:
         """Parameters and optimiser state, which live across steps."""
