@@ -4,7 +4,7 @@ Shapes: B batch, T sequence length, D model width, H query heads, G key/value he
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -150,10 +150,20 @@ class Deltaformer(Mixer):
         k = rotate(self.k_norm(k), context, self.rotary)
         if self.w_norm is not None:
             w = rotate(self.w_norm(w), context, self.rotary)
-        else:
+        else:  # without a projection of its own w has no heads so far
             w = q if self.options.compare == "qk" else k
-        start = context.positions[:, 0]
-        u = deltaformer_write(
+        if state is None:
+            u = self._write(w, k, v, alpha, beta, cu_seqlens=context.cu_seqlens)
+        else:
+            start = context.positions[:, 0]
+            u = self._write(w, k, v, alpha, beta, prefix_k=state["keys"], prefix_u=state["u"], prefix_lengths=start)
+            k, keys = append(state["keys"], k, start)
+            u, written = append(state["u"], u, start)
+            state = {"keys": keys, "u": written} | taps
+        return self.out_proj(self._read(q, k, u, context.tables[self.mask]).flatten(-2)), state
+
+    def _write(self, w: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, **before: Any) -> Tensor:
+        return deltaformer_write(
             w,
             k,
             v,
@@ -162,16 +172,8 @@ class Deltaformer(Mixer):
             kappa1=self.options.kappa1,
             round_decimals=self.options.round_decimals,
             scale=self.write_scale[0],
-            cu_seqlens=context.cu_seqlens,
-            prefix_k=None if state is None else state["keys"],
-            prefix_u=None if state is None else state["u"],
-            prefix_lengths=None if state is None else start,
+            **before,
         )
-        if state is not None:
-            k, keys = append(state["keys"], k, start)
-            u, written = append(state["u"], u, start)
-            state = {"keys": keys, "u": written} | taps
-        return self.out_proj(self._read(q, k, u, context.tables[self.mask]).flatten(-2)), state
 
     def _read(self, q: Tensor, k: Tensor, u: Tensor, mask: Tensor | None) -> Tensor:
         kappa2, scale = self.options.kappa2, self.read_scale[0]

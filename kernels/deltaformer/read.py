@@ -46,13 +46,12 @@ def deltaformer_read(
     _check(q, k, u, mask)
     check_kappa("kappa2", kappa2, round_decimals)
     factor: float = default_scale(kappa2, q.shape[-1]) if scale is None else scale
-    if mask is None:
-        mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
+    hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1) if mask is None else ~mask
     dtype = precise_dtype(u.dtype)
     with without_autocast(q.device):
         query, key, value = (x.to(dtype).transpose(1, 2) for x in (q * factor, k, u))
         key, value = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (key, value))
-        o = weigh(query @ key.mT, ~mask, kappa2, round_decimals) @ value
+        o = weigh(query @ key.mT, hidden, kappa2, round_decimals) @ value
     return o.transpose(1, 2).contiguous().to(u.dtype)
 
 
