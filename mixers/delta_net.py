@@ -15,7 +15,7 @@ from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
 from zoo.kernels.precision import precise_dtype
 from zoo.mixers.context import Context
 from zoo.mixers.contract import Mixer, State
-from zoo.mixers.feature_maps import Beta, ShortConvolution, activate_beta, convolve, l1_normalize, l2_normalize
+from zoo.mixers.feature_maps import Beta, ShortConvolution, Strength, convolve, l1_normalize, l2_normalize
 from zoo.mixers.heads import HeadOptions
 from zoo.mixers.norms import RMSNorm
 from zoo.mixers.options import AtLeast, Between, Component, OptionError, component
@@ -125,6 +125,7 @@ class DeltaNet(Mixer):
         self.conv = (
             ShortConvolution(self.widths[0], options.conv_size, bias=options.conv_bias) if options.conv_size else None
         )
+        self.beta = Strength(options.beta, self.num_kv_heads)
         self.feature_map = feature_map()
         self.norm = RMSNorm(self.d_v)
         self.out_proj = nn.Linear(self.num_heads * self.d_v, dim, bias=False)
@@ -135,8 +136,7 @@ class DeltaNet(Mixer):
         q, k, v, taps = self._features(qkv, context, state)
         rule = recurrent_delta_rule if state is not None and x.shape[1] == 1 else chunk_delta_rule
         memory = None if state is None else state["memory"]
-        beta = activate_beta(beta, self.options.beta, self.num_kv_heads)
-        o, memory = rule(q, k, v, beta, initial_state=memory, cu_seqlens=context.cu_seqlens)
+        o, memory = rule(q, k, v, self.beta(beta), initial_state=memory, cu_seqlens=context.cu_seqlens)
         o = self.norm(o).flatten(-2)
         if self.options.output_gate:
             o = o * nn.functional.silu(gate)

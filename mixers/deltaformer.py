@@ -14,7 +14,7 @@ from zoo.kernels.deltaformer import CHUNK, Kappa, default_scale, deltaformer_rea
 from zoo.mixers.cache import append
 from zoo.mixers.context import AttentionMask, Context
 from zoo.mixers.contract import Mixer, State
-from zoo.mixers.feature_maps import Beta, HeadNorm, ShortConvolution, activate_beta, convolve, head_norm
+from zoo.mixers.feature_maps import Beta, HeadNorm, ShortConvolution, Strength, convolve, head_norm
 from zoo.mixers.norms import StaticFloat
 from zoo.mixers.options import Between, OptionError
 from zoo.mixers.rotary import RotaryOptions, rotate
@@ -136,6 +136,7 @@ class Deltaformer(Mixer):
         self.conv = (
             ShortConvolution(self.widths[0], options.conv_size, bias=options.conv_bias) if options.conv_size else None
         )
+        self.alpha, self.beta = (Strength(kind, self.write_heads) for kind in (options.alpha, options.beta))
         self.q_norm = head_norm(options.qk_norm, self.head_dim)
         self.k_norm = head_norm(options.qk_norm, self.head_dim)
         self.w_norm = head_norm(options.qk_norm, self.head_dim) if options.compare == "wk" else None
@@ -167,8 +168,8 @@ class Deltaformer(Mixer):
             w,
             k,
             v,
-            activate_beta(alpha, self.options.alpha, self.write_heads),
-            activate_beta(beta, self.options.beta, self.write_heads),
+            self.alpha(alpha),
+            self.beta(beta),
             kappa1=self.options.kappa1,
             round_decimals=self.options.round_decimals,
             scale=self.write_scale[0],

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.kernels.precision import precise, precise_dtype
+from zoo.kernels.precision import precise
 from zoo.mixers.context import Context
-from zoo.mixers.norms import RMSNorm
+from zoo.mixers.norms import RMSNorm, StaticFloat
 from zoo.mixers.options import Between
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "HeadNorm",
     "OnePlusELU",
     "ShortConvolution",
-    "activate_beta",
+    "Strength",
     "convolve",
     "head_norm",
     "l1_normalize",
@@ -28,25 +28,6 @@ __all__ = [
 
 Beta = Literal["sigmoid", "2sigmoid"] | Annotated[float, Between(0, 2)]
 """How strongly a token overwrites: a learned sigmoid in (0, 1), twice that, or a fixed number."""
-
-
-def activate_beta(logits: Tensor, kind: Beta, num_heads: int) -> Tensor:
-    """Writing strength in (0, 1), in (0, 2) for "2sigmoid", whose erased eigenvalue 1 - beta may be negative, or fixed.
-
-    Args:
-        logits: [B, T, H]; where the strength is a fixed number, [B, T, 0].
-        kind: "sigmoid", "2sigmoid" or the number.
-        num_heads: H.
-
-    Returns:
-        [B, T, H] fp32 (fp64 for fp64).
-    """
-    if not isinstance(kind, str):
-        return torch.full(
-            (*logits.shape[:-1], num_heads), kind, dtype=precise_dtype(logits.dtype), device=logits.device
-        )
-    beta = precise(logits).sigmoid()
-    return 2 * beta if kind == "2sigmoid" else beta
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -76,6 +57,28 @@ class L2Norm(nn.Module):
 def head_norm(kind: HeadNorm, head_dim: int) -> nn.Module:
     """The norm of that kind for heads of that size."""
     return {"rms": lambda: RMSNorm(head_dim), "l2": L2Norm, "none": nn.Identity}[kind]()
+
+
+class Strength(nn.Module):
+    """How strongly a token writes: learned in (0, 1), in (0, 2) for "2sigmoid", or fixed.
+
+    Args:
+        kind: "sigmoid", "2sigmoid", whose erased eigenvalue 1 - beta may be negative, or the number.
+        num_heads: H.
+    """
+
+    def __init__(self, kind: Beta, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.highest: StaticFloat = ({"sigmoid": 1.0, "2sigmoid": 2.0}[kind] if isinstance(kind, str) else kind,)
+        self.fixed = not isinstance(kind, str)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """[B, T, H], or [B, T, 0] where the strength is fixed -> [B, T, H] fp32 (fp64 for fp64)."""
+        logits = precise(logits)
+        if self.fixed:
+            return logits.new_full((*logits.shape[:-1], self.num_heads), self.highest[0])
+        return self.highest[0] * logits.sigmoid()
 
 
 class OnePlusELU(nn.Module):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.mixers.feature_maps import OnePlusELU, ShortConvolution, activate_beta, l1_normalize, l2_normalize
+from zoo.mixers.feature_maps import OnePlusELU, ShortConvolution, Strength, l1_normalize, l2_normalize
 
 
 def convolution(size: int, bias: bool) -> ShortConvolution:
@@ -77,14 +77,14 @@ def test_norms_divide_by_the_norm(normalize, order: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(("kind", "highest"), [("sigmoid", 1), ("2sigmoid", 2)])
 def test_beta_range(kind, highest: int) -> None:
-    beta = activate_beta(torch.tensor([-100.0, 0.0, 100.0]).bfloat16(), kind, 3)
+    beta = Strength(kind, 3)(torch.tensor([-100.0, 0.0, 100.0]).bfloat16())
     assert beta.dtype == torch.float32
     assert beta.tolist() == [pytest.approx(0, abs=1e-30), highest / 2, highest]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_fixed_beta(dtype: torch.dtype) -> None:
-    beta = activate_beta(torch.empty(2, 5, 0, dtype=dtype), 0.75, 3)
+    beta = Strength(0.75, 3)(torch.empty(2, 5, 0, dtype=dtype))
     assert beta.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.equal(beta.float(), torch.full((2, 5, 3), 0.75))
 
