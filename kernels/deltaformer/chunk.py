@@ -72,8 +72,9 @@ class Strips:
         return F.pad(x.to(self.dtype).transpose(1, 2).flatten(0, 1), (0, 0, 0, missing)).contiguous()
 
     def tokens(self, x: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """The first `length` rows [B * heads, _, d] to tokens [B, length, heads, d]."""
-        return x[:, :length].unflatten(0, (self.batch, -1)).transpose(1, 2).to(dtype).contiguous()
+        """The first `length` rows [B * heads, _, d] to tokens [B, length, heads, d], a tensor of their own."""
+        x = x[:, :length].unflatten(0, (self.batch, -1)).transpose(1, 2)
+        return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def expand(self, v: Tensor) -> Tensor:
         """Values [B, T, G, D_v] to rows of every head, [B * H, M * C, D_v]."""

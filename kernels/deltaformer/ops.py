@@ -35,19 +35,7 @@ def deltaformer_write(
 
 
 @deltaformer_write.register_fake
-def _(
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    prefix_u: Tensor,
-    prefix_lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kappa1: str,
-    round_decimals: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _(w: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return v.new_empty(*w.shape[:3], v.shape[3]), v.new_empty(w.shape[:3], dtype=precise_dtype(v.dtype))
 
 
@@ -75,26 +63,8 @@ def deltaformer_write_backward(
 
 
 @deltaformer_write_backward.register_fake
-def _(
-    grad_u: Tensor,
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    prefix_u: Tensor,
-    prefix_lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    u: Tensor,
-    lse: Tensor,
-    kappa1: str,
-    round_decimals: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    w_grad, k_grad, v_grad, alpha_grad, beta_grad, prefix_grad = (
-        x.new_empty(x.shape) for x in (w, k, v, alpha, beta, prefix_u)
-    )
-    return w_grad, k_grad, v_grad, alpha_grad, beta_grad, prefix_grad
+def _(grad_u: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:6])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -60,6 +60,8 @@ def _check(q: Tensor, k: Tensor, u: Tensor, mask: Tensor | None) -> None:
         if x.ndim != 4:
             raise ValueError(f"{name}: expected {letters}, got {list(x.shape)}")
     batch, seq_len, num_heads, head_dim = q.shape
+    if mask is not None:
+        check_mask(mask, batch, seq_len)
     num_keys = seq_len if mask is None else mask.shape[-1]
     check_shape("k", "[B, T_k, G, D]", k, (batch, num_keys, k.shape[2], head_dim))
     check_shape("u", "[B, T_k, H_u, D_v]", u, (batch, num_keys, *u.shape[2:]))
@@ -68,6 +70,4 @@ def _check(q: Tensor, k: Tensor, u: Tensor, mask: Tensor | None) -> None:
             raise ValueError(
                 f"{name}: expected a number of heads that divides the H = {num_heads} of q, got {x.shape[2]}"
             )
-    if mask is not None:
-        check_mask(mask, batch, seq_len)
     check_tensors({"q": q, "k": k, "u": u}, {"mask": mask})
