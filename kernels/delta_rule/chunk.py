@@ -83,10 +83,10 @@ class _Layout:
         return x.reshape(-1, x.shape[3] * CHUNK, x.shape[5]).contiguous()
 
     def to_tokens(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        x = x.to(dtype).view(self.num_chunks, self.batch, self.groups, -1, CHUNK, x.shape[-1])
+        x = x.view(self.num_chunks, self.batch, self.groups, -1, CHUNK, x.shape[-1])
         x = x.permute(1, 0, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
         x = x[:, : self.seq_len] if self.documents is None else x.index_select(1, self.documents.slot)
-        return x.contiguous()
+        return x.to(dtype, copy=True, memory_format=torch.contiguous_format)  # a view would keep the padding alive
 
     def steps(self, x: Tensor) -> Tensor:
         """[P, ...] to [M, B * G, ...], whose first dimension a scan walks."""

@@ -64,12 +64,13 @@ def test_ops_are_sound(layout: str, groups: int, pieces: tuple[int, ...] | None,
     torch.library.opcheck(BACKWARD_OP, (LAYOUTS[layout](o.detach()), grad_final_state, *plain, 0.3))
 
 
-@pytest.mark.parametrize("seq_len", [1, 64])
-def test_outputs_are_contiguous_and_own_their_memory(seq_len: int) -> None:
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("seq_len", [1, 64, 70])
+def test_outputs_are_contiguous_and_own_their_memory(seq_len: int, batch: int) -> None:
     for function in (chunk_delta_rule, recurrent_delta_rule):
-        args = detached(inputs(seq_len))
+        args = [y[:batch] for y in detached(inputs(seq_len, groups=1)[:5])]
         outputs = function(*args[:4], initial_state=args[4])
-        assert all(y.is_contiguous() for y in outputs)
+        assert all(y.is_contiguous() and y.untyped_storage().nbytes() == y.nbytes for y in outputs)
         places = {y.untyped_storage().data_ptr() for y in (*outputs, *args[:5])}
         assert len(places) == len(outputs) + 5
 
