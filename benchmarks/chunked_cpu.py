@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.files import write_whole
+from zoo.files import require_file, write_whole
 from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
 from zoo.kernels.deltaformer import deltaformer_write
 from zoo.machine import describe
@@ -93,7 +93,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=11, help="timed calls of each form, in turn (default: 11)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads (default: all)")
     parser.add_argument("--out", type=Path, help="where the JSON goes; default: OPERATION_cpu.json beside this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name in ("batch", "seq_len", "heads", "dim", "rounds", "threads"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    args.out = args.out or HERE / f"{args.operation}_cpu.json"
+    try:
+        require_file(args.out)
+    except OSError as error:
+        parser.error(f"--out: cannot write there: {error}")
+    return args
 
 
 def forward(form: Callable[..., Any], inputs: list[Tensor]) -> Tensor:
@@ -187,8 +196,7 @@ def main() -> None:
     print(f"{'peak MiB, chunked':<24}{'forward':>28}{'forward_backward':>28}")
     for row in result["peak_bytes"]:
         print(f"T = {row['T']:<20}{row['forward'] / 2**20:>28.1f}{row['forward_backward'] / 2**20:>28.1f}")
-    out = args.out or HERE / f"{args.operation}_cpu.json"
-    write_whole(out, lambda path: path.write_text(json.dumps(result, indent=2) + "\n"))
+    write_whole(args.out, lambda path: path.write_text(json.dumps(result, indent=2) + "\n"))
     print(json.dumps(result))
 
 

@@ -1,6 +1,6 @@
 """A Deltaformer layer with hand-set weights tracks swaps of elements exactly, without training (arXiv 2505.19488).
 
-    python examples/swap_tracking.py          # 64 elements, head dim 512, 60 swaps; writes swap_tracking.png beside it
+    python examples/swap_tracking.py    # 64 elements, head dim 512, 60 swaps; writes swap_tracking.png where you are
 
 Slot i has a key k_i, a random unit vector. One token for each slot writes its element, one-hot, under k_i. Then "swap
 a and b" is one token with the key k_a - k_b and the value 0: the write takes from it what the memory returns for that
@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.files import require_writable, write_whole
+from zoo.files import require_file, write_whole
 from zoo.kernels.deltaformer import Kappa
 from zoo.mixers.context import Context
 from zoo.mixers.deltaformer import Deltaformer, DeltaformerOptions
 
-HERE = Path(__file__).resolve().parent
 KAPPAS: dict[Kappa, str] = {"round": "C2", "linear": "C0", "relu": "C1"}  # with their colours
 Swaps = list[tuple[int, int]]
 
@@ -39,12 +38,18 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=512, help="of the head; the more, the closer to orthogonal the keys")
     parser.add_argument("--swaps", type=int, default=60, help="of two random slots, one after the other; at least 1")
     parser.add_argument("--seed", type=int, default=0, help="of the keys and the swaps")
-    parser.add_argument("--out", type=Path, default=HERE / "swap_tracking.png", help="where the plot goes, a PNG")
+    parser.add_argument("--out", type=Path, default=Path("swap_tracking.png"), help="where the plot goes, a PNG")
     args = parser.parse_args(arguments)
     if not 2 <= args.elements <= args.dim:
         parser.error(f"--elements: expected from 2 to --dim = {args.dim}, got {args.elements}")
     if args.swaps < 1:
         parser.error(f"--swaps: expected at least 1, got {args.swaps}")
+    if args.seed < 0:
+        parser.error(f"--seed: expected at least 0, got {args.seed}")
+    try:
+        require_file(args.out)
+    except OSError as error:
+        parser.error(f"--out: cannot write there: {error}")
     return args
 
 
@@ -197,7 +202,6 @@ def _draw_errors(axes: Any, reads: dict[Kappa, Tensor], truth: Tensor) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Track with every kernel, print, draw."""
     args = parse_args(arguments)
-    require_writable(args.out.parent)
     keys, swaps = make_task(args.elements, args.dim, args.swaps, args.seed)
     truth = swap_list(args.elements, swaps)
     cosine = (keys @ keys.t()).fill_diagonal_(0).abs().max().item()

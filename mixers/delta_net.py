@@ -15,7 +15,7 @@ from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
 from zoo.kernels.precision import precise_dtype
 from zoo.mixers.context import Context
 from zoo.mixers.contract import Mixer, State
-from zoo.mixers.feature_maps import Beta, ShortConvolution, Strength, convolve, l1_normalize, l2_normalize
+from zoo.mixers.feature_maps import ShortConvolution, Strength, StrengthKind, convolve, l1_normalize, l2_normalize
 from zoo.mixers.heads import HeadOptions
 from zoo.mixers.norms import RMSNorm
 from zoo.mixers.options import AtLeast, Between, Component, OptionError, component
@@ -42,7 +42,7 @@ class DeltaNetOptions(HeadOptions):
 
     typical_head_dim: ClassVar[int] = 128
 
-    beta: Beta = "sigmoid"
+    beta: StrengthKind = "sigmoid"
     feature_map: Component = component("feature_map", "silu")
     qk_norm: Literal["l2", "l1", "none"] = "l2"
     conv_size: Annotated[int, Between(0, 64)] = 4

@@ -14,7 +14,7 @@ from zoo.kernels.deltaformer import CHUNK, Kappa, default_scale, deltaformer_rea
 from zoo.mixers.cache import append
 from zoo.mixers.context import AttentionMask, Context
 from zoo.mixers.contract import Mixer, State
-from zoo.mixers.feature_maps import Beta, HeadNorm, ShortConvolution, Strength, convolve, head_norm
+from zoo.mixers.feature_maps import HeadNorm, ShortConvolution, Strength, StrengthKind, convolve, head_norm
 from zoo.mixers.norms import StaticFloat
 from zoo.mixers.options import Between, OptionError
 from zoo.mixers.rotary import RotaryOptions, rotate
@@ -44,8 +44,8 @@ class DeltaformerOptions(RotaryOptions):
     kappa2: Kappa = "softmax"
     round_decimals: Literal[0, 2] = 0
     compare: Literal["kk", "qk", "wk"] = "kk"
-    alpha: Beta = 1.0
-    beta: Beta = "sigmoid"
+    alpha: StrengthKind = 1.0
+    beta: StrengthKind = "sigmoid"
     qk_norm: HeadNorm | None = None
     conv_size: Annotated[int, Between(0, 64)] = 0
     conv_bias: bool = False
@@ -78,6 +78,10 @@ class DeltaformerOptions(RotaryOptions):
         """Widths of all these, of alpha and of beta in the fused projection."""
         alpha, beta = (self.write_heads * isinstance(strength, str) for strength in (self.alpha, self.beta))
         return sum(self.compared), alpha, beta
+
+    def decimals(self, kappa: Kappa) -> int:
+        """What the kernel keeps, if it rounds."""
+        return self.round_decimals if kappa == "round" else 0
 
     def logit_scale(self, kappa: Kappa) -> StaticFloat:
         """The kernel's default, but of cosines softmax wants larger logits."""
@@ -129,6 +133,7 @@ class Deltaformer(Mixer):
         self.write_heads = options.write_heads
         self.widths, self.compared_widths = list(options.projected), list(options.compared)
         self.write_scale, self.read_scale = options.logit_scale(options.kappa1), options.logit_scale(options.kappa2)
+        self.write_decimals, self.read_decimals = options.decimals(options.kappa1), options.decimals(options.kappa2)
         self.mask = AttentionMask(None)
         self.rotary = options.rotary_table
         self.shared = (self.mask,) if self.rotary is None else (self.mask, self.rotary)
@@ -171,7 +176,7 @@ class Deltaformer(Mixer):
             self.alpha(alpha),
             self.beta(beta),
             kappa1=self.options.kappa1,
-            round_decimals=self.options.round_decimals,
+            round_decimals=self.write_decimals,
             scale=self.write_scale[0],
             **before,
         )
@@ -179,9 +184,7 @@ class Deltaformer(Mixer):
     def _read(self, q: Tensor, k: Tensor, u: Tensor, mask: Tensor | None) -> Tensor:
         kappa2, scale = self.options.kappa2, self.read_scale[0]
         if kappa2 != "softmax":
-            return deltaformer_read(
-                q, k, u, kappa2=kappa2, round_decimals=self.options.round_decimals, scale=scale, mask=mask
-            )
+            return deltaformer_read(q, k, u, kappa2=kappa2, round_decimals=self.read_decimals, scale=scale, mask=mask)
         if self.write_heads != self.num_kv_heads:  # "qk": each query head has a u of its own
             k = k.repeat_interleave(self.write_heads // self.num_kv_heads, 2)
         return attention(q, k, u, mask=mask, scale=scale)

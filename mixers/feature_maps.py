@@ -15,19 +15,19 @@ from zoo.mixers.norms import RMSNorm, StaticFloat
 from zoo.mixers.options import Between
 
 __all__ = [
-    "Beta",
     "HeadNorm",
     "OnePlusELU",
     "ShortConvolution",
     "Strength",
+    "StrengthKind",
     "convolve",
     "head_norm",
     "l1_normalize",
     "l2_normalize",
 ]
 
-Beta = Literal["sigmoid", "2sigmoid"] | Annotated[float, Between(0, 2)]
-"""How strongly a token overwrites: a learned sigmoid in (0, 1), twice that, or a fixed number."""
+StrengthKind = Literal["sigmoid", "2sigmoid"] | Annotated[float, Between(0, 2)]
+"""How strongly a token writes: a learned sigmoid in (0, 1), twice that, or a fixed number."""
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -67,18 +67,18 @@ class Strength(nn.Module):
         num_heads: H.
     """
 
-    def __init__(self, kind: Beta, num_heads: int) -> None:
+    def __init__(self, kind: StrengthKind, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.highest: StaticFloat = ({"sigmoid": 1.0, "2sigmoid": 2.0}[kind] if isinstance(kind, str) else kind,)
+        self.factor: StaticFloat = ({"sigmoid": 1.0, "2sigmoid": 2.0}[kind] if isinstance(kind, str) else kind,)
         self.fixed = not isinstance(kind, str)
 
     def forward(self, logits: Tensor) -> Tensor:
         """[B, T, H], or [B, T, 0] where the strength is fixed -> [B, T, H] fp32 (fp64 for fp64)."""
         logits = precise(logits)
         if self.fixed:
-            return logits.new_full((*logits.shape[:-1], self.num_heads), self.highest[0])
-        return self.highest[0] * logits.sigmoid()
+            return logits.new_full((*logits.shape[:-1], self.num_heads), self.factor[0])
+        return self.factor[0] * logits.sigmoid()
 
 
 class OnePlusELU(nn.Module):

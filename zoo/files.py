@@ -21,6 +21,17 @@ def require_writable(folder: Path) -> None:
         pass
 
 
+def require_file(path: Path) -> None:
+    """`require_writable` for the folder of a file that will be written.
+
+    Raises:
+        OSError: that, or the path is a folder itself.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
+    require_writable(path.parent)
+
+
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a file beside ``path``, then put it in its place in one step.
 

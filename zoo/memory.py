@@ -15,12 +15,11 @@ def peak_cpu_bytes(call: Callable[[], Any]) -> int:
         call: what to run, once.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = call()  # held until the end, so that it counts
-    del result
+        call()
     events = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")  # pyright: ignore[reportAttributeAccessIssue]
+    changes = [event for event in events if event.name() == "[memory]"]
     growth = most = 0
-    for _, change in changes:
-        growth += change
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        growth += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
         most = max(most, growth)
     return most

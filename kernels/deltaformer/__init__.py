@@ -44,24 +44,27 @@ def deltaformer_write(
 
     softmax is normalised over i < t, so |u_t| <= t max|alpha v| for |beta| <= 1. The other kernels are not normalised:
     with keys longer than about 1 u can grow exponentially with t and overflow, "exp" first; L2-normalise w and k.
-    Differentiable in w, k, v, alpha, beta, prefix_k and prefix_u. Half-precision inputs are computed in float32; w, k
-    and the prefix are cast to the dtype of v. Memory beside inputs and outputs: a few strips [B, H, 64, S + T].
+    The chunked form multiplies hidden values by 0, which does not stop inf or NaN: these spread to earlier tokens and
+    to other documents of a packed row. Differentiable, once, in w, k, v, alpha, beta, prefix_k and prefix_u.
+    Half-precision inputs are computed in float32; w, k and the prefix are cast to the dtype of v. Memory beside inputs
+    and outputs: a few strips [B, H, 64, S + T].
 
     Args:
-        w: [B, T, H, D] with T >= 1, what is compared with the keys; any floating-point dtype and strides, like all.
+        w: [B, T, H, D], no size 0, what is compared with the keys; any floating-point dtype and strides, like all.
         k: [B, T, G, D], G dividing H: head h of w is compared with the keys of head h // (H // G).
         v: [B, T, G, D_v].
         alpha: [B, T, H], 1 if None.
         beta: [B, T, H], 1 if None.
         kappa1: "softmax", "linear", "relu", "exp" or "round".
-        round_decimals: that "round" keeps; its gradient is that of "linear" (straight-through).
+        round_decimals: that "round" keeps, 0 for the others; its gradient is that of "linear" (straight-through).
         scale: of the logits; D^-1/2 for softmax and 1 for the others if None.
         cu_seqlens: [N + 1] int32 or int64 for packed sequences, with B = 1: document n is the tokens from cu_seqlens[n]
             to cu_seqlens[n + 1], so the first is 0, the last T, and none decreases. Values are checked in eager calls
             on the CPU alone. Keys of other documents are computed and masked: a row costs its whole length.
         prefix_k: [B, S, G, D], keys of tokens before these, as in decoding; not with cu_seqlens.
         prefix_u: [B, S, H, D_v], what this function returned for them.
-        prefix_lengths: [B] int32 or int64, how many of the S exist in each row, from the first on; None for all.
+        prefix_lengths: [B] int32 or int64, how many of the S exist in each row, from the first on; None for all. What
+            stands in the places of the others has no influence, but must be finite.
         impl: "auto" or "torch", the chunked algorithm in PyTorch, or "reference", token by token. An explicit choice
             never falls back.
 
@@ -89,8 +92,8 @@ def deltaformer_write(
 
 
 def _check(w: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None) -> None:
-    if w.ndim != 4 or w.shape[1] < 1:
-        raise ValueError(f"w: expected [B, T, H, D] with T >= 1, got {list(w.shape)}")
+    if w.ndim != 4 or 0 in w.shape:
+        raise ValueError(f"w: expected [B, T, H, D], no size 0, got {list(w.shape)}")
     batch, seq_len, num_heads, head_dim = w.shape
     for name, letters, x in (("k", "[B, T, G, D]", k), ("v", "[B, T, G, D_v]", v)):
         if x.ndim != 4:

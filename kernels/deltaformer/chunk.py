@@ -64,7 +64,7 @@ class Strips:
             self.absent = (torch.arange(self.prefix, device=w.device) >= prefix_lengths[:, None])[:, None]
         if cu_seqlens is not None:
             document = torch.searchsorted(cu_seqlens[1:], torch.arange(self.seq_len, device=w.device), right=True)
-            self.first = self.rows(cu_seqlens[:-1][document][None, :, None, None]).view(-1, 1)
+            self.first = F.pad(cu_seqlens[:-1][document], (0, self.num_chunks * self.chunk - self.seq_len))[:, None]
 
     def rows(self, x: Tensor) -> Tensor:
         """Tokens [B, T or S + T, heads, d] to rows [B * heads, whole chunks, d] in the computing dtype."""

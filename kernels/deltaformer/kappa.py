@@ -27,8 +27,9 @@ def check_kappa(name: str, kappa: str, round_decimals: int) -> None:
     """
     if kappa not in KAPPAS:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, KAPPAS))}, got {kappa!r}")
-    if round_decimals < 0:
-        raise ValueError(f"round_decimals: expected at least 0, got {round_decimals}")
+    if round_decimals < 0 or (round_decimals and kappa != "round"):
+        allowed = "at least 0" if kappa == "round" else f"0, for {kappa!r} does not round"
+        raise ValueError(f"round_decimals: expected {allowed}, got {round_decimals}")
 
 
 def default_scale(kappa: str, head_dim: int) -> float:

@@ -33,7 +33,7 @@ def deltaformer_read(
         k: [B, T_k, G, D], G dividing H.
         u: [B, T_k, H_u, D_v], H_u dividing H.
         kappa2: "softmax", "linear", "relu", "exp" or "round".
-        round_decimals: that "round" keeps; its gradient is that of "linear" (straight-through).
+        round_decimals: that "round" keeps, 0 for the others; its gradient is that of "linear" (straight-through).
         scale: of the logits; D^-1/2 for softmax and 1 for the others if None.
         mask: bool [B or 1, 1, T, T_k], True where visible; if None, T_k = T and a token sees those before and itself.
 
@@ -49,9 +49,9 @@ def deltaformer_read(
     hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1) if mask is None else ~mask
     dtype = precise_dtype(u.dtype)
     with without_autocast(q.device):
-        query, key, value = (x.to(dtype).transpose(1, 2) for x in (q * factor, k, u))
+        query, key, value = (x.to(dtype).transpose(1, 2) for x in (q, k, u))
         key, value = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (key, value))
-        o = weigh(query @ key.mT, hidden, kappa2, round_decimals) @ value
+        o = weigh(factor * query @ key.mT, hidden, kappa2, round_decimals) @ value
     return o.transpose(1, 2).contiguous().to(u.dtype)
 
 
