@@ -99,7 +99,7 @@ def compare(
         ),
     ] = None,
     lengths: Annotated[
-        str | None, typer.Option(help="Sequence lengths, e.g. 512,2k. Default: 256,1024 on a CPU, 2048 on CUDA.")
+        str | None, typer.Option(help="Sequence lengths, e.g. 512,2k. Default: 1024 on a CPU, 2048 on CUDA.")
     ] = None,
     mode: Annotated[str | None, typer.Option(help="train or forward. Default: both.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for results.json, table.md and plot.png.")] = Path(

@@ -42,12 +42,14 @@ def deltaformer_write(
 
         u_t = alpha_t v_t - beta_t sum_{i<t} A_ti u_i        that is        U = (I + diag(beta) A)^-1 diag(alpha) V
 
-    softmax is normalised over i < t, so |u_t| <= t max|alpha v| for |beta| <= 1. The other kernels are not normalised:
-    with keys longer than about 1 u can grow exponentially with t and overflow, "exp" first; L2-normalise w and k.
+    softmax is normalised over i < t: with |beta| <= 1, |u_t| <= (t + 1) max|alpha v|. The other kernels are not, and u
+    can grow exponentially with t and overflow where w_t meets many keys that resemble it, "exp" first, for which two
+    equal unit vectors weigh e: L2-normalise w and k, or scale the logits down.
+
     The chunked form multiplies hidden values by 0, which does not stop inf or NaN: these spread to earlier tokens and
     to other documents of a packed row. Differentiable, once, in w, k, v, alpha, beta, prefix_k and prefix_u.
-    Half-precision inputs are computed in float32; w, k and the prefix are cast to the dtype of v. Memory beside inputs
-    and outputs: a few strips [B, H, 64, S + T].
+    Half-precision inputs are computed in float32; w, k and the prefix are cast to the dtype of v. Memory is linear in
+    T: beside the inputs in the computing dtype and the outputs, a few strips [B, H, 64, S + T].
 
     Args:
         w: [B, T, H, D], no size 0, what is compared with the keys; any floating-point dtype and strides, like all.

@@ -92,7 +92,7 @@ class Strips:
     def logits(self, c: int) -> Tensor:
         """Of chunk c; those of hidden keys are such that kappa makes 0 of them."""
         logits = torch.bmm(self.queries[:, c], self.keys[:, : self.bounds(c)[1]].mT)
-        return self._hide(logits.view(self.batch * self.heads, self.chunk, -1), c, self.hidden_logit)
+        return self.hide(logits.view(self.batch * self.heads, self.chunk, -1), c, self.hidden_logit)
 
     def weights(self, logits: Tensor, lse: Tensor) -> Tensor:
         """kappa1 of them, in place; `lse` [B * H, C, 1] is what softmax subtracts."""
@@ -104,15 +104,13 @@ class Strips:
             return logits.relu_()
         return logits if self.kappa == "linear" else logits.round_(decimals=self.round_decimals)
 
-    def logit_gradient(self, gradient: Tensor, weights: Tensor, total: Tensor, c: int) -> Tensor:
-        """From the gradient of chunk c's weights, in place; `total` [B * H, C, 1] is the sum of weights * gradient."""
+    def logit_gradient(self, gradient: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+        """From the weights' gradient, in place; `total` [B * H, C, 1] is the sum of weights * gradient."""
         if self.kappa == "softmax":
             return gradient.sub_(total).mul_(weights)
         if self.kappa == "exp":
             return gradient.mul_(weights)
-        if self.kappa == "relu":
-            return gradient.mul_(weights > 0)
-        return self._hide(gradient, c, 0.0)
+        return gradient.mul_(weights > 0) if self.kappa == "relu" else gradient
 
     def products(self, logit_gradient: Tensor, row_factor: Tensor, c: int) -> tuple[Tensor, Tensor]:
         """The gradients of chunk c's rows of w [B * H, C, D] and of the keys [B * G, keys, D].
@@ -125,7 +123,8 @@ class Strips:
         d_keys = torch.bmm(by_group.mT, self.queries[:, c] * factor)
         return d_rows.view(self.batch * self.heads, self.chunk, -1), d_keys
 
-    def _hide(self, strip: Tensor, c: int, value: float) -> Tensor:
+    def hide(self, strip: Tensor, c: int, value: float) -> Tensor:
+        """Put `value`, in place, where a row of chunk c does not see a key."""
         start, end, rows = self.bounds(c)
         strip[..., start:].masked_fill_(self.not_before, value)
         if self.absent is not None:
@@ -181,9 +180,9 @@ def write_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the write: the transposed solve, last chunk first, and each strip's gradient on the way.
 
-    With d_written the gradient of diag(alpha) V, G = d_written U^T and s the row sums of A * G::
+    With d_written the gradient of diag(alpha) V, G = tril(d_written U^T, -1) and s the row sums of A * G::
 
-        d_written = (I + diag(beta) A)^-T dU        dbeta = -s        dA = -diag(beta) tril(G, -1)
+        d_written = (I + diag(beta) A)^-T dU        dbeta = -s        dA = -diag(beta) G
 
     Args:
         strips: of A.
@@ -213,10 +212,10 @@ def write_backward(
         d_row = torch.bmm(inverse.mT, d_u[:, start:end])
         d_written[:, rows] = d_row
         d_u[:, :start].baddbmm_(weights[..., :start].mT, b * d_row, alpha=-1)
-        gradient = torch.bmm(d_row, u[:, :end].mT)
+        gradient = strips.hide(torch.bmm(d_row, u[:, :end].mT), c, 0.0)
         total = torch.linalg.vecdot(weights, gradient).unsqueeze(-1)
         d_beta[:, rows] = -total
-        d_w[:, rows], d_keys = strips.products(strips.logit_gradient(gradient, weights, total, c), -b, c)
+        d_w[:, rows], d_keys = strips.products(strips.logit_gradient(gradient, weights, total), -b, c)
         d_k[:, :end] += d_keys
     value_rows = strips.expand(v)
     d_alpha = torch.linalg.vecdot(d_written, value_rows).unsqueeze(-1)

@@ -90,7 +90,7 @@ def make_plan(
     Args:
         sources: recipes or paths; none stands for every recipe, tiny on a CPU and 340m on CUDA.
         modes: of `MODES`.
-        lengths: 256 and 1024 on a CPU, 2048 on CUDA, if None.
+        lengths: 1024 on a CPU, 2048 on CUDA, if None.
         tokens_per_step: 2048 on a CPU, 32768 on CUDA, or the longest length if that is more, if None.
         warmup: untimed steps of each cell.
         steps: timed steps of each cell.
@@ -105,7 +105,7 @@ def make_plan(
     where = _device(device)
     on_cuda = where.type == "cuda"
     if lengths is None:
-        lengths = (2048,) if on_cuda else (256, 1024)
+        lengths = (2048 if on_cuda else 1024,)
     if tokens_per_step is None:
         tokens_per_step = max(32768 if on_cuda else 2048, *lengths)
     for name, value, least in (

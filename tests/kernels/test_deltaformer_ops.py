@@ -1,0 +1,364 @@
+"""The Deltaformer's torch.library ops, its graphs under torch.compile, and its error messages.
+
+Shapes: B batch, T tokens, S tokens of a prefix, H heads of w or q, G key/value heads, H_u heads of u, D head dim,
+D_v value dim, N documents, T_k keys.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zoo.kernels.deltaformer import deltaformer_read, deltaformer_write
+
+OP, BACKWARD_OP = (
+    torch.ops.zoo.deltaformer_write_torch.default,
+    torch.ops.zoo.deltaformer_write_torch_backward.default,
+)
+LEAVES: tuple[str, ...] = ("w", "k", "v", "alpha", "beta", "prefix_k", "prefix_u")
+SMOOTH = ("softmax", "linear", "relu", "exp")
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda y: y,
+    "transposed": lambda y: y.transpose(1, 2).contiguous().transpose(1, 2),
+    "strided": lambda y: torch.stack([y, y], -1)[..., 0],
+    "expanded": lambda y: y[:, :1].expand_as(y),
+}
+
+
+def inputs(
+    seq_len: int,
+    *,
+    batch: int = 3,
+    heads: tuple[int, int] = (4, 2),
+    prefix: int | None = None,
+    lengths: tuple[int, ...] | None = None,
+    pieces: tuple[int, ...] | None = None,
+) -> dict[str, Any]:
+    """Arguments of the write; sizes that all differ, or the compiler ties them together."""
+    generator = torch.Generator().manual_seed(seq_len)
+    batch, (num_heads, groups) = batch if pieces is None else 1, heads
+    shapes = {
+        "w": (seq_len, num_heads, 6),
+        "k": (seq_len, groups, 6),
+        "v": (seq_len, groups, 10),
+        "alpha": (seq_len, num_heads),
+        "beta": (seq_len, num_heads),
+    }
+    if prefix is not None:
+        shapes |= {"prefix_k": (prefix, groups, 6), "prefix_u": (prefix, num_heads, 10)}
+    x: dict[str, Any] = {
+        name: torch.rand(batch, *shape, generator=generator).sub_(0.4).requires_grad_()
+        for name, shape in shapes.items()
+    }
+    if lengths is not None:
+        x["prefix_lengths"] = torch.tensor(lengths)
+    if pieces is not None:
+        x["cu_seqlens"] = torch.tensor([0, *pieces]).cumsum(0).int()
+    return x
+
+
+def detached(x: dict[str, Any]) -> dict[str, Any]:
+    return {name: y.detach() for name, y in x.items()}
+
+
+def op_arguments(x: dict[str, Any], kappa: str) -> list[Any]:
+    """What the public function hands to the op."""
+    if "prefix_k" in x:
+        k, prefix_u = torch.cat([x["prefix_k"], x["k"]], 1).detach().requires_grad_(), x["prefix_u"]
+    else:
+        k, prefix_u = x["k"], x["w"].new_empty(x["w"].shape[0], 0, x["w"].shape[2], 10)
+    plain = x.get("prefix_lengths"), x.get("cu_seqlens")
+    return [x["w"], k, x["v"], x["alpha"], x["beta"], prefix_u, *plain, kappa, 2, 0.3]
+
+
+def with_gradients(function: Callable[..., Tensor], x: dict[str, Any], **options: Any) -> tuple[Tensor, ...]:
+    y = function(**x, **options)
+    return y, *torch.autograd.grad(y.square().sum(), [z for z in x.values() if z.requires_grad])
+
+
+BEFORE: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "packed": {"pieces": (5, 0, 65)},
+    "prefix": {"prefix": 11},
+    "lengths": {"prefix": 11, "lengths": (0, 7, 11)},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "before", "heads", "kappa"),
+    [
+        *((layout, before, (4, 2), "softmax") for layout in LAYOUTS for before in BEFORE),
+        *(("contiguous", "lengths", heads, "linear") for heads in ((4, 4), (4, 1), (1, 1))),
+        *(("contiguous", "dense", (4, 2), kappa) for kappa in ("relu", "exp", "round")),
+    ],
+)
+@pytest.mark.parametrize("seq_len", [70, 1])
+def test_ops_are_sound(seq_len: int, layout: str, before: str, heads: tuple[int, int], kappa: str) -> None:
+    more: dict[str, Any] = {"pieces": (0, 1)} if before == "packed" and seq_len == 1 else BEFORE[before]
+    x = inputs(seq_len, heads=heads, **more)
+    x |= {name: LAYOUTS[layout](x[name].detach()).requires_grad_() for name in LEAVES if name in x}
+    args = op_arguments(x, kappa)
+    torch.library.opcheck(OP, tuple(args))
+    u, lse = OP(*args)
+    assert not lse.requires_grad  # no gradient flows through what only the backward reads
+    plain = [y.detach() if isinstance(y, Tensor) else y for y in args]
+    grad_u = LAYOUTS[layout](u.detach())
+    torch.library.opcheck(BACKWARD_OP, (grad_u, *plain[:8], u.detach(), lse, *plain[8:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_ops_are_sound_in_other_dtypes(dtype: torch.dtype) -> None:
+    """alpha and beta come in float32 with half precision, as the public function hands them over."""
+    x = {name: y.detach() for name, y in inputs(70, prefix=11).items()}
+    precise = torch.promote_types(dtype, torch.float32)
+    x = {name: y.to(precise if name in ("alpha", "beta") else dtype) for name, y in x.items()}
+    args = op_arguments({name: y.requires_grad_() for name, y in x.items()}, "softmax")
+    torch.library.opcheck(OP, tuple(args))
+    plain = [y.detach() if isinstance(y, Tensor) else y for y in args]
+    u, lse = OP(*plain)
+    torch.library.opcheck(BACKWARD_OP, (u, *plain[:8], u, lse, *plain[8:]))
+
+
+@pytest.mark.parametrize("batch", [3, 1])
+@pytest.mark.parametrize("heads", [(4, 2), (1, 1)])
+@pytest.mark.parametrize("seq_len", [1, 64, 70])
+def test_outputs_are_contiguous_and_own_their_memory(seq_len: int, heads: tuple[int, int], batch: int) -> None:
+    """A view of a longer buffer would keep all of it alive, a whole prefix for each token that decoding adds."""
+    x = inputs(seq_len, batch=batch, heads=heads, prefix=11)
+    args = [y.detach() if isinstance(y, Tensor) else y for y in op_arguments(x, "softmax")]
+    outputs = OP(*args)
+    grads = BACKWARD_OP(outputs[0], *args[:8], *outputs, *args[8:])
+    for y in (*outputs, *grads):
+        assert y.is_contiguous()
+        assert y.untyped_storage().nbytes() == y.nbytes
+    places = [y.untyped_storage().data_ptr() for y in (*outputs, *grads, *args[:6])]
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_the_result_is_contiguous_and_no_input(impl: str) -> None:
+    for x in (inputs(1), inputs(70), inputs(70, pieces=(5, 0, 65))):
+        u = deltaformer_write(**detached(x), impl=impl)
+        assert u.is_contiguous()
+        assert u.untyped_storage().data_ptr() not in {y.untyped_storage().data_ptr() for y in x.values()}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("before", BEFORE)
+def test_one_graph_over_lengths(before: str, backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(deltaformer_write, fullgraph=True, dynamic=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seq_len in (61, 97, 128, 131, 200):
+            more: dict[str, Any] = dict(BEFORE[before])
+            if "prefix" in more:
+                more["prefix"] = seq_len // 3 + 11
+            if "pieces" in more:
+                more["pieces"] = (2, 0, 7, seq_len - 20, 11)
+            x = inputs(seq_len, **more)
+            expected = with_gradients(deltaformer_write, x)
+            torch.testing.assert_close(with_gradients(compiled, x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kappa", ["linear", "relu", "exp", "round"])
+def test_every_kernel_compiles(kappa: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(deltaformer_write, fullgraph=True, dynamic=True, backend="aot_eager")
+    x = {name: y for name, y in inputs(61).items() if name not in ("alpha", "beta")}
+    options: dict[str, Any] = {"kappa1": kappa, "round_decimals": int(kappa == "round"), "scale": 0.3}
+    expected = with_gradients(deltaformer_write, x, **options)
+    torch.testing.assert_close(with_gradients(compiled, x, **options), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kappa", ["softmax", "round"])
+def test_read_is_one_graph_over_lengths(kappa: str, backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(deltaformer_read, fullgraph=True, dynamic=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seq_len in (61, 97, 128):
+            x = inputs(seq_len)
+            x = {"q": x["w"], "k": x["k"], "u": x["v"]}
+            expected = with_gradients(deltaformer_read, x, kappa2=kappa, scale=3.0)
+            torch.testing.assert_close(with_gradients(compiled, x, kappa2=kappa, scale=3.0), expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_token_decodes_in_one_graph(backend: str) -> None:
+    """Into buffers of one size, which prefix_lengths says how far are filled; each row starts at its own length."""
+    torch._dynamo.reset()
+    compiled = torch.compile(deltaformer_write, fullgraph=True, backend=backend)
+    x, lengths = detached(inputs(47)), torch.tensor([0, 5, 13])
+    keys, values = torch.full((3, 60, 2, 6), 7.0), torch.full((3, 60, 4, 10), 7.0)
+    before = inputs(13, prefix=13)
+    keys[:, :13], values[:, :13] = before["prefix_k"].detach(), before["prefix_u"].detach()
+    x |= {"prefix_k": keys[:, :13].clone(), "prefix_u": values[:, :13].clone(), "prefix_lengths": lengths}
+    expected, rows, outputs = deltaformer_write(**x), torch.arange(3), []
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for t in range(47):
+            token = {name: x[name][:, t : t + 1] for name in LEAVES[:5]}
+            u = compiled(**token, prefix_k=keys, prefix_u=values, prefix_lengths=lengths + t)
+            keys[rows, lengths + t], values[rows, lengths + t] = token["k"][:, 0], u[:, 0]
+            outputs.append(u)
+    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_shapes_without_values(dtype: torch.dtype, before: str, kind: str) -> None:
+    x = inputs(70, **BEFORE[before])
+    x = {name: y.detach().to(dtype) if name in LEAVES else y for name, y in x.items()}
+    with FakeTensorMode() if kind == "fake" else nullcontext() as mode:
+        y: dict[str, Any] = {name: mode.from_tensor(y) if mode else y.to("meta") for name, y in x.items()}
+        leaves = [y[name].requires_grad_() for name in LEAVES if name in y]
+        u = deltaformer_write(**y)
+        assert (u.shape, u.dtype) == ((len(x["w"]), 70, 4, 10), dtype)
+        for leaf, grad in zip(leaves, torch.autograd.grad(u.sum(), leaves), strict=True):
+            assert (grad.shape, grad.dtype) == (leaf.shape, dtype)
+        o = deltaformer_read(y["w"], y["k"], y["v"], kappa2="softmax")
+        assert (o.shape, o.dtype) == ((len(x["w"]), 70, 4, 10), dtype)
+
+
+X = detached(inputs(7, prefix=5))
+W, K, V, ALPHA, BETA, PREFIX_K, PREFIX_U = (X[name] for name in LEAVES)
+PREFIX = {"prefix_k": PREFIX_K, "prefix_u": PREFIX_U}
+PACKED = {name: X[name][:1] for name in LEAVES[:5]}
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kappa1": "gelu"}, r"kappa1: expected one of 'softmax', 'linear', 'relu', 'exp', 'round', got 'gelu'"),
+        ({"kappa1": "round", "round_decimals": -1}, r"round_decimals: expected at least 0, got -1"),
+        *(({"kappa1": kappa, "round_decimals": 1}, r"round_decimals: expected 0, .*, got 1") for kappa in SMOOTH),
+        ({"w": W[0]}, r"w: expected \[B, T, H, D\], no size 0, got \[7, 4, 6\]"),
+        ({"w": W[:0]}, r"w: expected \[B, T, H, D\], no size 0, got \[0, 7, 4, 6\]"),
+        ({"w": W[:, :0]}, r"w: expected \[B, T, H, D\], no size 0, got \[3, 0, 4, 6\]"),
+        ({"w": W[..., :0]}, r"w: expected \[B, T, H, D\], no size 0, got \[3, 7, 4, 0\]"),
+        ({"k": K[0]}, r"k: expected \[B, T, G, D\], got \[7, 2, 6\]"),
+        ({"k": K[:2]}, r"k: expected \[B, T, G, D\] = \[3, 7, 2, 6\], got \[2, 7, 2, 6\]"),
+        ({"k": K[:, :6]}, r"k: expected \[B, T, G, D\] = \[3, 7, 2, 6\], got \[3, 6, 2, 6\]"),
+        ({"k": K[..., :5]}, r"k: expected \[B, T, G, D\] = \[3, 7, 2, 6\], got \[3, 7, 2, 5\]"),
+        ({"w": W[:, :, :3]}, r"k: expected a number of heads G that divides the H = 3 of w, got 2"),
+        ({"k": K[:, :, :0]}, r"k: expected a number of heads G that divides the H = 4 of w, got 0"),
+        ({"v": V[0]}, r"v: expected \[B, T, G, D_v\], got \[7, 2, 10\]"),
+        ({"v": V[:, :6]}, r"v: expected \[B, T, G, D_v\] = \[3, 7, 2, 10\], got \[3, 6, 2, 10\]"),
+        ({"v": V[:, :, :1]}, r"v: expected \[B, T, G, D_v\] = \[3, 7, 2, 10\], got \[3, 7, 1, 10\]"),
+        ({"alpha": ALPHA[:, :, :2]}, r"alpha: expected \[B, T, H\].* = \[3, 7, 4\], got \[3, 7, 2\]"),
+        ({"alpha": ALPHA[:, :1]}, r"alpha: expected \[B, T, H\].* = \[3, 7, 4\], got \[3, 1, 4\]"),
+        ({"beta": BETA[:, :, :2]}, r"beta: expected \[B, T, H\].* = \[3, 7, 4\], got \[3, 7, 2\]"),
+        ({"beta": BETA[..., None]}, r"beta: expected \[B, T, H\].* = \[3, 7, 4\], got \[3, 7, 4, 1\]"),
+        *(({name: X[name].long()}, f"{name}: expected a floating-point dtype, got torch.int64") for name in LEAVES[:5]),
+        *(
+            ({name: X[name].to("meta")}, f"{name}: expected the device of w, cpu, got meta")
+            for name in ("k", "v", "alpha", "beta")
+        ),
+        ({"cu_seqlens": torch.tensor([0, 7])}, r"cu_seqlens: .* B = 1, got B = 3"),
+        (PACKED | {"cu_seqlens": torch.tensor([0])}, r"cu_seqlens: expected \[N \+ 1\] .*, got \[1\]"),
+        (PACKED | {"cu_seqlens": torch.tensor([[0, 7]])}, r"cu_seqlens: expected \[N \+ 1\] .*, got \[1, 2\]"),
+        (PACKED | {"cu_seqlens": torch.tensor([0.0, 7.0])}, r"cu_seqlens: expected .*int32 or int64.*torch.float32"),
+        (PACKED | {"cu_seqlens": torch.tensor([0, 7], device="meta")}, r"cu_seqlens: expected .*cpu, got meta"),
+        (PACKED | {"cu_seqlens": torch.tensor([1, 7])}, r"cu_seqlens: expected .*T = 7, got \[1, 7\]"),
+        (PACKED | {"cu_seqlens": torch.tensor([0, 6])}, r"cu_seqlens: expected .*T = 7, got \[0, 6\]"),
+        (PACKED | {"cu_seqlens": torch.tensor([0, 5, 4, 7])}, r"cu_seqlens: expected .*T = 7, got \[0, 5, 4, 7\]"),
+        (
+            PACKED | {name: y[:1] for name, y in PREFIX.items()} | {"cu_seqlens": torch.tensor([0, 7])},
+            r"cu_seqlens: expected no prefix with packed sequences",
+        ),
+        ({"prefix_k": PREFIX_K}, r"prefix_k, prefix_u: expected both or neither, got one"),
+        ({"prefix_u": PREFIX_U}, r"prefix_k, prefix_u: expected both or neither, got one"),
+        (PREFIX | {"prefix_k": PREFIX_K[0]}, r"prefix_k: expected \[B, S, G, D\], got \[5, 2, 6\]"),
+        (
+            PREFIX | {"prefix_k": PREFIX_K[:, :, :1]},
+            r"prefix_k: expected \[B, S, G, D\] = \[3, 5, 2, 6\], got \[3, 5, 1, 6\]",
+        ),
+        (
+            PREFIX | {"prefix_u": PREFIX_U[:, :4]},
+            r"prefix_u: expected \[B, S, H, D_v\] = \[3, 5, 4, 10\], got \[3, 4, 4, 10\]",
+        ),
+        (
+            PREFIX | {"prefix_u": PREFIX_U[:, :, :2]},
+            r"prefix_u: expected \[B, S, H, D_v\] = \[3, 5, 4, 10\], got \[3, 5, 2, 10\]",
+        ),
+        (PREFIX | {"prefix_u": PREFIX_U[0]}, r"prefix_u: expected \[B, S, H, D_v\] = .*, got \[5, 4, 10\]"),
+        *(
+            (PREFIX | {name: y.long()}, f"{name}: expected a floating-point dtype, got torch.int64")
+            for name, y in PREFIX.items()
+        ),
+        *(
+            (PREFIX | {name: y.to("meta")}, f"{name}: expected the device of w, cpu, got meta")
+            for name, y in PREFIX.items()
+        ),
+        ({"prefix_lengths": torch.tensor([1, 2, 3])}, r"prefix_lengths: expected only with prefix_k and prefix_u"),
+        (
+            PREFIX | {"prefix_lengths": torch.tensor([1, 2, 6])},
+            r"prefix_lengths: expected from 0 to S = 5, got \[1, 2, 6\]",
+        ),
+        (
+            PREFIX | {"prefix_lengths": torch.tensor([1, -1, 5])},
+            r"prefix_lengths: expected from 0 to S = 5, got \[1, -1, 5\]",
+        ),
+        (
+            PREFIX | {"prefix_lengths": torch.tensor([1.0, 2.0, 3.0])},
+            r"prefix_lengths: expected int32 or int64, got torch.float32",
+        ),
+        (PREFIX | {"prefix_lengths": torch.tensor([1, 2])}, r"prefix_lengths: expected \[B\] = \[3\], got \[2\]"),
+        (
+            PREFIX | {"prefix_lengths": torch.tensor([1, 2, 3], device="meta")},
+            r"prefix_lengths: expected the device of w, cpu, got meta",
+        ),
+    ],
+)
+def test_write_errors_name_the_argument(change: dict[str, Any], message: str, impl: str) -> None:
+    arguments: dict[str, Any] = {name: X[name] for name in LEAVES[:5]} | change
+    with pytest.raises(ValueError, match=f"^{message}"):
+        deltaformer_write(**arguments, impl=impl)
+
+
+def test_an_unknown_implementation_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^impl: expected one of 'auto', 'reference', 'torch' .*, got 'triton'"):
+        deltaformer_write(W, K, V, impl="triton")
+
+
+MASK = torch.ones(3, 1, 7, 5, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kappa2": "gelu"}, r"kappa2: expected one of 'softmax', 'linear', 'relu', 'exp', 'round', got 'gelu'"),
+        ({"kappa2": "round", "round_decimals": -1}, r"round_decimals: expected at least 0, got -1"),
+        *(({"kappa2": kappa, "round_decimals": 1}, r"round_decimals: expected 0, .*, got 1") for kappa in SMOOTH),
+        ({"q": W[0]}, r"q: expected \[B, T, H, D\], got \[7, 4, 6\]"),
+        ({"k": K[0]}, r"k: expected \[B, T_k, G, D\], got \[7, 2, 6\]"),
+        ({"k": K[..., :5]}, r"k: expected \[B, T_k, G, D\] = \[3, 7, 2, 6\], got \[3, 7, 2, 5\]"),
+        ({"k": K[:, :5]}, r"k: expected \[B, T_k, G, D\] = \[3, 7, 2, 6\], got \[3, 5, 2, 6\]"),
+        ({"mask": MASK}, r"k: expected \[B, T_k, G, D\] = \[3, 5, 2, 6\], got \[3, 7, 2, 6\]"),
+        ({"u": V[0]}, r"u: expected \[B, T_k, H_u, D_v\], got \[7, 2, 10\]"),
+        ({"u": V[:, :5]}, r"u: expected \[B, T_k, H_u, D_v\] = \[3, 7, 2, 10\], got \[3, 5, 2, 10\]"),
+        ({"u": V[:2]}, r"u: expected \[B, T_k, H_u, D_v\] = \[3, 7, 2, 10\], got \[2, 7, 2, 10\]"),
+        ({"q": W[:, :, :3]}, r"k: expected a number of heads that divides the H = 3 of q, got 2"),
+        ({"k": K[:, :, :0]}, r"k: expected a number of heads that divides the H = 4 of q, got 0"),
+        ({"u": PREFIX_U.new_zeros(3, 7, 3, 10)}, r"u: expected a number of heads that divides the H = 4 of q, got 3"),
+        ({"k": K[:, :5], "u": V[:, :5], "mask": MASK.float()}, r"mask: expected bool .*, got .* torch.float32"),
+        (
+            {"k": K[:, :5], "u": V[:, :5], "mask": MASK[:2]},
+            r"mask: expected bool \[3, 1, 7, T_k\] .*, got \[2, 1, 7, 5\]",
+        ),
+        ({"k": K[:, :5], "u": V[:, :5], "mask": MASK[:, 0]}, r"mask: expected bool .*, got \[3, 7, 5\]"),
+        *(({name: y.long()}, f"{name}: expected a floating-point dtype") for name, y in (("q", W), ("k", K), ("u", V))),
+        *(({name: y.to("meta")}, f"{name}: expected the device of q") for name, y in (("k", K), ("u", V))),
+        ({"k": K[:, :5], "u": V[:, :5], "mask": MASK.to("meta")}, r"mask: expected the device of q, cpu, got meta"),
+        ({"mask": torch.tensor(True)}, r"mask: expected bool .*, got \[\]"),
+    ],
+)
+def test_read_errors_name_the_argument(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"q": W, "k": K, "u": V, "kappa2": "softmax"} | change
+    with pytest.raises(ValueError, match=f"^{message}"):
+        deltaformer_read(**arguments)
