@@ -27,7 +27,8 @@ class DeltaformerOptions(RotaryOptions):
     """Options of `Deltaformer`.
 
     Attributes:
-        kappa1: kernel of the write. All but softmax are not normalised: with long keys they grow without bound.
+        kappa1: kernel of the write. All but softmax are not normalised: u grows without bound with long keys, and over
+            thousands of tokens also with "round" and rope, or "exp" and beta near 1. Give "round" `rope: false`.
         kappa2: kernel of the read; all but softmax hold the weights of every pair of tokens.
         round_decimals: that a "round" keeps.
         compare: what the write compares with the keys: the token's own key, its query, or a projection of its own.

@@ -43,8 +43,9 @@ def deltaformer_write(
         u_t = alpha_t v_t - beta_t sum_{i<t} A_ti u_i        that is        U = (I + diag(beta) A)^-1 diag(alpha) V
 
     softmax is normalised over i < t: with |beta| <= 1, |u_t| <= (t + 1) max|alpha v|. The other kernels are not, and u
-    can grow exponentially with t and overflow where w_t meets many keys that resemble it, "exp" first, for which two
-    equal unit vectors weigh e: L2-normalise w and k, or scale the logits down.
+    can grow exponentially with t and overflow where w_t meets many keys that resemble it. L2-normalise w and k, for a
+    start; even then "exp", for which two equal unit vectors weigh e, grows with beta near 1, and "round" with vectors
+    that rotary positions have turned.
 
     The chunked form multiplies hidden values by 0, which does not stop inf or NaN: these spread to earlier tokens and
     to other documents of a packed row. Differentiable, once, in w, k, v, alpha, beta, prefix_k and prefix_u.
@@ -58,7 +59,7 @@ def deltaformer_write(
         alpha: [B, T, H], 1 if None.
         beta: [B, T, H], 1 if None.
         kappa1: "softmax", "linear", "relu", "exp" or "round".
-        round_decimals: that "round" keeps, 0 for the others; its gradient is that of "linear" (straight-through).
+        round_decimals: that "round" keeps, from 0 to 6, and 0 for the others; its gradient is that of "linear" (straight-through).
         scale: of the logits; D^-1/2 for softmax and 1 for the others if None.
         cu_seqlens: [N + 1] int32 or int64 for packed sequences, with B = 1: document n is the tokens from cu_seqlens[n]
             to cu_seqlens[n + 1], so the first is 0, the last T, and none decreases. Values are checked in eager calls

@@ -12,6 +12,8 @@ Kappa = Literal["softmax", "linear", "relu", "exp", "round"]
 """softmax is normalised over the visible keys; the others take each logit alone: itself, max(0, x), e^x, the nearest
 value of so many decimals."""
 KAPPAS: tuple[str, ...] = get_args(Kappa)
+MAX_DECIMALS = 6
+"""float32 has no more."""
 
 
 def check_kappa(name: str, kappa: str, round_decimals: int) -> None:
@@ -27,8 +29,8 @@ def check_kappa(name: str, kappa: str, round_decimals: int) -> None:
     """
     if kappa not in KAPPAS:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, KAPPAS))}, got {kappa!r}")
-    if round_decimals < 0 or (round_decimals and kappa != "round"):
-        allowed = "at least 0" if kappa == "round" else f"0, for {kappa!r} does not round"
+    if not 0 <= round_decimals <= (MAX_DECIMALS if kappa == "round" else 0):
+        allowed = f"from 0 to {MAX_DECIMALS}" if kappa == "round" else f"0, for {kappa!r} does not round"
         raise ValueError(f"round_decimals: expected {allowed}, got {round_decimals}")
 
 

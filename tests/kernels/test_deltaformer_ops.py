@@ -235,7 +235,8 @@ PACKED = {name: X[name][:1] for name in LEAVES[:5]}
     ("change", "message"),
     [
         ({"kappa1": "gelu"}, r"kappa1: expected one of 'softmax', 'linear', 'relu', 'exp', 'round', got 'gelu'"),
-        ({"kappa1": "round", "round_decimals": -1}, r"round_decimals: expected at least 0, got -1"),
+        ({"kappa1": "round", "round_decimals": -1}, r"round_decimals: expected from 0 to 6, got -1"),
+        ({"kappa1": "round", "round_decimals": 7}, r"round_decimals: expected from 0 to 6, got 7"),
         *(({"kappa1": kappa, "round_decimals": 1}, r"round_decimals: expected 0, .*, got 1") for kappa in SMOOTH),
         ({"w": W[0]}, r"w: expected \[B, T, H, D\], no size 0, got \[7, 4, 6\]"),
         ({"w": W[:0]}, r"w: expected \[B, T, H, D\], no size 0, got \[0, 7, 4, 6\]"),
@@ -333,7 +334,7 @@ MASK = torch.ones(3, 1, 7, 5, dtype=torch.bool)
     ("change", "message"),
     [
         ({"kappa2": "gelu"}, r"kappa2: expected one of 'softmax', 'linear', 'relu', 'exp', 'round', got 'gelu'"),
-        ({"kappa2": "round", "round_decimals": -1}, r"round_decimals: expected at least 0, got -1"),
+        ({"kappa2": "round", "round_decimals": -1}, r"round_decimals: expected from 0 to 6, got -1"),
         *(({"kappa2": kappa, "round_decimals": 1}, r"round_decimals: expected 0, .*, got 1") for kappa in SMOOTH),
         ({"q": W[0]}, r"q: expected \[B, T, H, D\], got \[7, 4, 6\]"),
         ({"k": K[0]}, r"k: expected \[B, T_k, G, D\], got \[7, 2, 6\]"),
