@@ -59,7 +59,7 @@ def deltaformer_write(
         alpha: [B, T, H], 1 if None.
         beta: [B, T, H], 1 if None.
         kappa1: "softmax", "linear", "relu", "exp" or "round".
-        round_decimals: that "round" keeps, from 0 to 6, and 0 for the others; its gradient is that of "linear" (straight-through).
+        round_decimals: that "round" keeps, from 0 to 6, else 0; its gradient is that of "linear" (straight-through).
         scale: of the logits; D^-1/2 for softmax and 1 for the others if None.
         cu_seqlens: [N + 1] int32 or int64 for packed sequences, with B = 1: document n is the tokens from cu_seqlens[n]
             to cu_seqlens[n + 1], so the first is 0, the last T, and none decreases. Values are checked in eager calls

@@ -33,7 +33,7 @@ def deltaformer_read(
         k: [B, T_k, G, D], G dividing H.
         u: [B, T_k, H_u, D_v], H_u dividing H.
         kappa2: "softmax", "linear", "relu", "exp" or "round".
-        round_decimals: that "round" keeps, from 0 to 6, and 0 for the others; its gradient is that of "linear" (straight-through).
+        round_decimals: that "round" keeps, from 0 to 6, else 0; its gradient is that of "linear" (straight-through).
         scale: of the logits; D^-1/2 for softmax and 1 for the others if None.
         mask: bool [B or 1, 1, T, T_k], True where visible; if None, T_k = T and a token sees those before and itself.
 
