@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.kernels.normalize import l2_normalize
 from zoo.kernels.precision import precise
 from zoo.mixers.context import Context
 from zoo.mixers.norms import RMSNorm, StaticFloat
@@ -28,12 +29,6 @@ __all__ = [
 
 StrengthKind = Literal["sigmoid", "2sigmoid"] | Annotated[float, Between(0, 2)]
 """How strongly a token writes: a learned sigmoid in (0, 1), twice that, or a fixed number."""
-
-
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(|x|_2^2 + eps) over the last dimension, computed in fp32; a zero vector has a finite gradient."""
-    wide = precise(x)
-    return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
 def l1_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:

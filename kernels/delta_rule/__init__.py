@@ -1,4 +1,4 @@
-"""The delta rule (DeltaNet, arXiv 2406.06484): the public functions. Validation, then dispatch.
+"""The delta rule (arXiv 2406.06484), gated or not (arXiv 2412.06464): the public functions. Validation, then dispatch.
 
 Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B unless packed).
 """
@@ -8,6 +8,7 @@ from torch import Tensor
 from zoo.kernels.checks import check_shape, check_tensors
 from zoo.kernels.delta_rule.ops import chunk_delta_rule as _chunk_op
 from zoo.kernels.delta_rule.reference import delta_rule_reference
+from zoo.kernels.normalize import l2_normalize
 from zoo.kernels.packing import check_cu_seqlens
 from zoo.kernels.precision import precise_dtype
 
@@ -22,31 +23,35 @@ def chunk_delta_rule(
     v: Tensor,
     beta: Tensor,
     *,
+    g: Tensor | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    qk_l2norm: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The delta rule over whole sequences, by chunks: for training and prefill.
 
-    Per head, with a state S [d_k, d_v] (arXiv 2406.06484)::
+    Per head, with a state S [d_k, d_v] (DeltaNet, arXiv 2406.06484; with g, Gated DeltaNet, arXiv 2412.06464)::
 
-        S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
+        S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
 
-    q and k are used as given; the layer of the paper L2-normalises both. Differentiable in q, k, v, beta and
-    initial_state, through both results. Half-precision inputs are computed in float32; q and k are cast to the dtype of
-    v, beta and initial_state to the state's.
+    The layers of both papers L2-normalise q and k; here they are used as given unless `qk_l2norm`. Differentiable in q,
+    k, v, beta, g and initial_state, through both results. Half-precision inputs are computed in float32; q and k are
+    cast to the dtype of v, beta, g and initial_state to the state's.
 
     Args:
         q: [B, T, H, d_k] with T >= 1, floating point, any strides, like all the tensors here.
         k: [B, T, G, d_k], G dividing H: query head h reads the state of key/value head h // (H // G).
         v: [B, T, G, d_v].
         beta: [B, T, G], usually in [0, 1], or [0, 2] for negative eigenvalues.
+        g: [B, T, G], finite, the log of the decay, usually at most 0; no decay if None.
         initial_state: [N, G, d_k, d_v], N = B, or the number of documents when packed; zeros if None.
         cu_seqlens: [N + 1] int32 or int64 for packed sequences, with B = 1: document n is the tokens from cu_seqlens[n]
             to cu_seqlens[n + 1], so the first is 0, the last T, and none decreases; an empty document keeps its state.
             Values are checked in eager calls on the CPU alone. Each document takes whole chunks of 64 tokens.
         scale: of the read; d_k^-1/2 if None.
+        qk_l2norm: whether q and k are divided by sqrt(|x|^2 + 1e-6) over d_k first.
         impl: "auto" or "torch", the chunked algorithm in PyTorch, or "reference", token by token. An explicit choice
             never falls back.
 
@@ -56,12 +61,14 @@ def chunk_delta_rule(
     Raises:
         ValueError: an argument is not as above; the message names it, what was expected and what came.
     """
-    _check(q, k, v, beta, initial_state, cu_seqlens, impl)
-    q, k, beta, initial_state = _cast(q, k, v, beta, initial_state)
+    _check(q, k, v, beta, g, initial_state, cu_seqlens, impl)
+    if qk_l2norm:
+        q, k = l2_normalize(q), l2_normalize(k)
+    q, k, beta, g, initial_state = _cast(q, k, v, beta, g, initial_state)
     if impl == "reference":
-        return delta_rule_reference(q, k, v, beta, initial_state, cu_seqlens, scale)
+        return delta_rule_reference(q, k, v, beta, g, initial_state, cu_seqlens, scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    o, final_state, *_ = _chunk_op(q, k, v, beta, initial_state, cu_seqlens, scale)
+    o, final_state, *_ = _chunk_op(q, k, v, beta, g, initial_state, cu_seqlens, scale)
     return o, final_state
 
 
@@ -71,9 +78,11 @@ def recurrent_delta_rule(
     v: Tensor,
     beta: Tensor,
     *,
+    g: Tensor | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    qk_l2norm: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The delta rule token by token: for decoding, where T is 1 or a few; slow for long T.
@@ -86,9 +95,11 @@ def recurrent_delta_rule(
         k: [B, T, G, d_k].
         v: [B, T, G, d_v].
         beta: [B, T, G].
+        g: [B, T, G] or None.
         initial_state: [N, G, d_k, d_v] or None.
         cu_seqlens: [N + 1] or None.
         scale: of the read; d_k^-1/2 if None.
+        qk_l2norm: whether q and k are divided by sqrt(|x|^2 + 1e-6) over d_k first.
         impl: "auto", "torch" or "reference", which are one and the same here.
 
     Returns:
@@ -97,18 +108,20 @@ def recurrent_delta_rule(
     Raises:
         ValueError: as for `chunk_delta_rule`.
     """
-    _check(q, k, v, beta, initial_state, cu_seqlens, impl)
-    q, k, beta, initial_state = _cast(q, k, v, beta, initial_state)
-    return delta_rule_reference(q, k, v, beta, initial_state, cu_seqlens, scale)
+    _check(q, k, v, beta, g, initial_state, cu_seqlens, impl)
+    if qk_l2norm:
+        q, k = l2_normalize(q), l2_normalize(k)
+    q, k, beta, g, initial_state = _cast(q, k, v, beta, g, initial_state)
+    return delta_rule_reference(q, k, v, beta, g, initial_state, cu_seqlens, scale)
 
 
 def _cast(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Autocast hands over mixed dtypes."""
     dtype = precise_dtype(v.dtype)
-    state = None if initial_state is None else initial_state.to(dtype)
-    return q.to(v.dtype), k.to(v.dtype), beta.to(dtype), state
+    g, state = (None if x is None else x.to(dtype) for x in (g, initial_state))
+    return q.to(v.dtype), k.to(v.dtype), beta.to(dtype), g, state
 
 
 def _check(
@@ -116,6 +129,7 @@ def _check(
     k: Tensor,
     v: Tensor,
     beta: Tensor,
+    g: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     impl: str,
@@ -136,10 +150,13 @@ def _check(
     value_dim = v.shape[3]
     check_shape("v", "[B, T, G, d_v]", v, (batch, seq_len, groups, value_dim))
     check_shape("beta", "[B, T, G]", beta, (batch, seq_len, groups))
+    if g is not None:
+        check_shape("g", "[B, T, G]", g, (batch, seq_len, groups))
     num_states = batch
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch_size=batch, length=seq_len, device=q.device)
         num_states = cu_seqlens.shape[0] - 1
     if initial_state is not None:
         check_shape("initial_state", "[N, G, d_k, d_v]", initial_state, (num_states, groups, key_dim, value_dim))
-    check_tensors({"q": q, "k": k, "v": v, "beta": beta, "initial_state": initial_state}, {"cu_seqlens": cu_seqlens})
+    floating = {"q": q, "k": k, "v": v, "beta": beta, "g": g, "initial_state": initial_state}
+    check_tensors(floating, {"cu_seqlens": cu_seqlens})

@@ -1,4 +1,4 @@
-"""The delta rule by chunks of 64 tokens, in batched PyTorch on any device: forward and hand-written backward.
+"""The (gated) delta rule by chunks of 64 tokens, in batched PyTorch on any device: forward and hand-written backward.
 
 Token t writes beta_t k_t D_t^T, where D_t = v_t - S_{t-1}^T k_t is its prediction error, the delta. In a chunk with
 incoming state S (arXiv 2406.06484), with Kb = diag(beta) K, all the errors are one triangular solve:
@@ -7,6 +7,14 @@ incoming state S (arXiv 2406.06484), with Kb = diag(beta) K, all the errors are 
 
 (the paper's Tm is diag(beta) Tinv; in this form beta enters by Kb alone, and its gradient with it). Only the state
 passes from chunk to chunk, by two products each; all else is batched over every chunk of every head.
+
+With a log-decay g (arXiv 2412.06464) token t finds exp(g_t) S_{t-1}. Let c_t be the sum of g over the chunk up to t:
+
+    D = Tinv (V - diag(exp(c_t)) K S),  Tinv = (I + tril(L * K Kb^T, -1))^-1,  L_ti = exp(c_t - c_i) for i <= t, else 0
+    O = scale * (diag(exp(c_t)) Q S + (L * tril(Q Kb^T)) D)      S' = exp(c_C) S + (diag(exp(c_C - c_t)) Kb)^T D
+
+The gradient of g_s is the sum, over all that passes from before token s to s or beyond, of what arrives times its
+gradient. The sums of q dq + k dk - 2 beta dbeta are the same, but of them a strong decay would leave rounding alone.
 
 Shapes: B batch, T tokens, H query heads, G key/value heads, R = H / G, N documents (N = B unless packed), C chunk,
 M chunks in a row of the batch, P = M * B * G problems, chunk-major so that one step of the scan is contiguous. The R
@@ -63,6 +71,15 @@ class _Documents:
         return _Cut(entry, boundary.index_select(0, self.of_chunk), leave, self.empty[:, None, None, None])
 
 
+class _Decay(NamedTuple):
+    """What is left of a write or a state, as factors; None for no decay."""
+
+    between: Tensor | None = None  # [P, C, C] at token t of what token i <= t wrote, else 0
+    since: Tensor | None = None  # [P, C, 1] at token t of the state that enters the chunk
+    until: Tensor | None = None  # [P, C, 1] at the chunk's end of what token t wrote
+    whole: Tensor | None = None  # [P, 1, 1] at the chunk's end of the state that enters it
+
+
 class _Layout:
     """Tokens [B, T, heads, d] to chunks [P, R * C, d] in the computing dtype, and back."""
 
@@ -88,6 +105,16 @@ class _Layout:
         x = x[:, : self.seq_len] if self.documents is None else x.index_select(1, self.documents.slot)
         return x.to(dtype, copy=True, memory_format=torch.contiguous_format)  # a view would keep the padding alive
 
+    def decay(self, g: Tensor | None) -> _Decay:
+        """Of the log-decay [B, T, G] of each token."""
+        if g is None:
+            return _Decay()
+        g = self.to_chunks(g[..., None])
+        # Each c_t - c_i as a sum of its own: the difference would lose what small g add after a large one.
+        between = g.expand(-1, -1, CHUNK).tril(-1).cumsum(1).exp_().tril_()
+        since = g.cumsum(1).exp_()
+        return _Decay(between, since, between[:, -1, :, None], since[:, -1:])
+
     def steps(self, x: Tensor) -> Tensor:
         """[P, ...] to [M, B * G, ...], whose first dimension a scan walks."""
         return x.unflatten(0, (self.num_chunks, -1))
@@ -98,7 +125,14 @@ class _Layout:
 
 
 def chunk_forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The chunked forward.
 
@@ -107,6 +141,7 @@ def chunk_forward(
         k: [B, T, G, d_k].
         v: [B, T, G, d_v].
         beta: [B, T, G].
+        g: [B, T, G] or None.
         initial_state: [N, G, d_k, d_v] or None.
         cu_seqlens: [N + 1] or None.
         scale: of the read.
@@ -120,14 +155,15 @@ def chunk_forward(
     if initial_state is None:
         initial_state = _zero_states(k, v, cu_seqlens)
     query, key, value = (layout.to_chunks(x) for x in (q, k, v))
-    beta_key = layout.to_chunks(beta[..., None]) * key
-    inverse = unit_lower_inverse(torch.bmm(key, beta_key.mT).tril_(-1))
-    minus_w = torch.bmm(inverse, key).neg_()
+    beta_key, decay = layout.to_chunks(beta[..., None]) * key, layout.decay(g)
+    inverse = unit_lower_inverse(_times(torch.bmm(key, beta_key.mT).tril_(-1), decay.between))
+    minus_w = torch.bmm(inverse, _times(key, decay.since)).neg_()
     delta = torch.bmm(inverse, value)  # of an empty state; the scan subtracts W S
     states = layout.new_states(initial_state)
-    before, final_state = _scan(layout, initial_state, states, delta, minus_w, beta_key.mT)
-    scores = _causal(torch.bmm(query, beta_key.mT))
-    o = torch.bmm(query, before).baddbmm_(scores, delta, beta=scale, alpha=scale)
+    write = _times(beta_key, decay.until).mT
+    before, final_state = _scan(layout, initial_state, states, delta, minus_w, write, decay.whole)
+    scores = _times(_causal(torch.bmm(query, beta_key.mT)), decay.between)
+    o = torch.bmm(_times(query, decay.since), before).baddbmm_(scores, delta, beta=scale, alpha=scale)
     return layout.to_tokens(o, v.dtype), final_state, inverse, before, delta
 
 
@@ -137,12 +173,13 @@ def chunk_backward(
     q: Tensor,
     k: Tensor,
     beta: Tensor,
+    g: Tensor | None,
     cu_seqlens: Tensor | None,
     inverse: Tensor,
     before: Tensor,
     delta: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `chunk_forward`: a mirrored scan for the state's, then products batched over all chunks.
 
     Args:
@@ -151,6 +188,7 @@ def chunk_backward(
         q: [B, T, H, d_k].
         k: [B, T, G, d_k].
         beta: [B, T, G].
+        g: [B, T, G] or None.
         cu_seqlens: [N + 1] or None.
         inverse: [P, C, C], from the forward, like the next two.
         before: [P, d_k, d_v].
@@ -158,33 +196,48 @@ def chunk_backward(
         scale: of the read.
 
     Returns:
-        The gradients of q, k, v (in the dtype of k), beta, and the initial state [N, G, d_k, d_v].
+        The gradients of q, k, v (in the dtype of k), beta, g ([0] if there is none), and the initial state
+        [N, G, d_k, d_v].
     """
     layout = _Layout(k, cu_seqlens)
     if grad_final_state is None:
         grad_final_state = _zero_states(k, grad_o, cu_seqlens)
     query, key, b = (layout.to_chunks(x) for x in (q, k, beta[..., None]))
     d_o = scale * layout.to_chunks(grad_o)
-    beta_key = b * key
-    minus_w = torch.bmm(inverse, key).neg_()
-    scores = _causal(torch.bmm(query, beta_key.mT))
+    beta_key, decay = b * key, layout.decay(g)
+    minus_w = torch.bmm(inverse, _times(key, decay.since)).neg_()
+    scores = _times(_causal(torch.bmm(query, beta_key.mT)), decay.between)
 
     d_delta = torch.bmm(scores.mT, d_o)  # from this chunk; the scan adds what later chunks read
     d_states = layout.new_states(grad_final_state)
-    torch.bmm(query.mT, d_o, out=d_states[:-1].flatten(0, 1))
-    after, d_initial = _scan(layout, grad_final_state, d_states, d_delta, beta_key, minus_w.mT, reverse=True)
+    torch.bmm(_times(query, decay.since).mT, d_o, out=d_states[:-1].flatten(0, 1))
+    write = _times(beta_key, decay.until)
+    after, d_initial = _scan(layout, grad_final_state, d_states, d_delta, write, minus_w.mT, decay.whole, reverse=True)
 
     d_value = torch.bmm(inverse.mT, d_delta)  # and the negated gradient of K S
     d_overlap = torch.bmm(d_value, delta.mT).tril_(-1)  # negated
     d_scores = _causal(torch.bmm(d_o, delta.mT))
-    d_query = torch.bmm(d_o, before.mT).baddbmm_(d_scores, beta_key)
-    d_beta_key = torch.bmm(delta, after.mT).baddbmm_(d_scores.mT, query).baddbmm_(d_overlap.mT, key, alpha=-1)
-    d_key = (b * d_beta_key).baddbmm_(d_value, before.mT, alpha=-1).baddbmm_(d_overlap, beta_key, alpha=-1)
+    d_query = _times(torch.bmm(d_o, before.mT), decay.since)  # from the state, like the next two
+    d_beta_key = _times(torch.bmm(delta, after.mT), decay.until)
+    d_key = _times(torch.bmm(d_value, before.mT), decay.since)  # negated
+    d_g = beta.new_empty(0)
+    if decay.whole is not None:
+        overlap = _times(torch.bmm(key, beta_key.mT), decay.between)
+        pairs = (d_scores * scores).unflatten(1, (-1, CHUNK)).sum(1).addcmul_(d_overlap, overlap, value=-1)
+        reads = (d_query * query).sum(-1).unflatten(1, (-1, CHUNK)).sum(1) - (d_key * key).sum(-1)
+        passes = (decay.whole * before * after).sum((1, 2))
+        crossing = _crossing(pairs, reads, (d_beta_key * beta_key).sum(-1), passes)
+        d_g = layout.to_tokens(crossing[..., None], beta.dtype).squeeze(-1)
+    d_overlap, d_scores = _times(d_overlap, decay.between), _times(d_scores, decay.between)
+    d_query.baddbmm_(d_scores, beta_key)
+    d_beta_key.baddbmm_(d_scores.mT, query).baddbmm_(d_overlap.mT, key, alpha=-1)
+    d_key.baddbmm_(d_overlap, beta_key, beta=-1, alpha=-1).addcmul_(b, d_beta_key)
     return (
         layout.to_tokens(d_query, q.dtype),
         layout.to_tokens(d_key, k.dtype),
         layout.to_tokens(d_value, k.dtype),
         layout.to_tokens(d_beta_key.mul_(key).sum(-1, keepdim=True), beta.dtype).squeeze(-1),
+        d_g,
         d_initial,
     )
 
@@ -196,10 +249,11 @@ def _scan(
     values: Tensor,
     read: Tensor,
     write: Tensor,
+    whole: Tensor | None,
     *,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Chunk after chunk, in place: values += read @ S, then the state that leaves += S + write @ values.
+    """Chunk after chunk, in place: values += read @ S, then the state that leaves += whole * S + write @ values.
 
     Returns the states [P, d_k, d_v] that entered the chunks and the one [N, G, d_k, d_v] that left each document.
     """
@@ -212,10 +266,12 @@ def _scan(
     if cut is None:
         entering[chunks[0]] = boundary.flatten(0, 1)
     values, read, write = (layout.steps(x) for x in (values, read, write))
+    whole = None if whole is None else layout.steps(whole)
     for c in chunks:
         state = entering[c] if cut is None else torch.where(cut.entry[c], cut.seeds[c], entering[c])
         values[c].baddbmm_(read[c], state)
-        leaving[c].add_(state).baddbmm_(write[c], values[c])
+        carried = state if whole is None else whole[c] * state
+        leaving[c].add_(carried).baddbmm_(write[c], values[c])
     if cut is None:
         return entering.flatten(0, 1), leaving[chunks[-1]].view_as(boundary).clone()
     left = torch.where(cut.empty, boundary, leaving.index_select(0, cut.exits))
@@ -226,6 +282,27 @@ def _causal(scores: Tensor) -> Tensor:
     """Zero, in place, what lies after each query: [P, R * C, C], the triangle once a query head."""
     scores.unflatten(1, (-1, CHUNK)).tril_()
     return scores
+
+
+def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+    """x [P, R * C, n] times the factor [P, C, 1 or n] once a query head; x itself where there is none."""
+    return x if factor is None else (x.unflatten(1, (-1, CHUNK)) * factor.unsqueeze(1)).flatten(1, 2)
+
+
+def _crossing(pairs: Tensor, reads: Tensor, writes: Tensor, passes: Tensor) -> Tensor:
+    """The sum, for each token, over what passes from before it to it or beyond: the gradient of g.
+
+    Args:
+        pairs: [P, C, C] from token i to token t, 0 for i > t.
+        reads: [P, C] from the state that enters to token t.
+        writes: [P, C] from token i to the state that leaves.
+        passes: [P] from state to state.
+
+    Returns:
+        [P, C].
+    """
+    past_each = pairs.cumsum(2).tril_(-1).sum(1) + writes.cumsum(1)  # from it or before it to after it
+    return F.pad(past_each[:, :-1], (1, 0)) + reads.flip(1).cumsum(1).flip(1) + passes[:, None]
 
 
 def _zero_states(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""torch.library ops of the chunked delta rule: functional, fixed outputs, the backward as its own op.
+"""torch.library ops of the chunked (gated) delta rule: functional, fixed outputs, the backward as its own op.
 
 Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B unless packed), C chunk, M chunks in a
 row of the batch, P = M * B * G.
@@ -15,16 +15,30 @@ from zoo.kernels.precision import precise_dtype, without_autocast
 
 @torch.library.custom_op("zoo::chunk_delta_rule_torch", mutates_args=())
 def chunk_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`chunk_forward` as an op. Inputs are checked and of one dtype already: the public function does that."""
     with without_autocast(q.device):
-        return chunk_forward(q, k, v, beta, initial_state, cu_seqlens, scale)
+        return chunk_forward(q, k, v, beta, g, initial_state, cu_seqlens, scale)
 
 
 @chunk_delta_rule.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, seq_len, groups, key_dim = k.shape
     num_documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -46,15 +60,16 @@ def chunk_delta_rule_backward(
     q: Tensor,
     k: Tensor,
     beta: Tensor,
+    g: Tensor | None,
     cu_seqlens: Tensor | None,
     inverse: Tensor,
     before: Tensor,
     delta: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`chunk_backward` as an op."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`chunk_backward` as an op: without g its gradient is of size 0."""
     with without_autocast(q.device):
-        return chunk_backward(grad_o, grad_final_state, q, k, beta, cu_seqlens, inverse, before, delta, scale)
+        return chunk_backward(grad_o, grad_final_state, q, k, beta, g, cu_seqlens, inverse, before, delta, scale)
 
 
 @chunk_delta_rule_backward.register_fake
@@ -64,22 +79,24 @@ def _(
     q: Tensor,
     k: Tensor,
     beta: Tensor,
+    g: Tensor | None,
     cu_seqlens: Tensor | None,
     inverse: Tensor,
     before: Tensor,
     delta: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_states = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     grad_state = before.new_empty(num_states, k.shape[2], *before.shape[1:])
     grad_v = k.new_empty(*k.shape[:3], grad_o.shape[3])
-    return q.new_empty(q.shape), k.new_empty(k.shape), grad_v, beta.new_empty(beta.shape), grad_state
+    grad_beta, grad_g = beta.new_empty(beta.shape), beta.new_empty(0 if g is None else g.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), grad_v, grad_beta, grad_g, grad_state
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, beta, initial_state, cu_seqlens, ctx.scale = inputs
-    ctx.save_for_backward(q, k, beta, cu_seqlens, *output[2:])
-    ctx.value_dim, ctx.has_state = v.shape[3], initial_state is not None
+    q, k, v, beta, g, initial_state, cu_seqlens, ctx.scale = inputs
+    ctx.save_for_backward(q, k, beta, g, cu_seqlens, *output[2:])
+    ctx.value_dim, ctx.has_g, ctx.has_state = v.shape[3], g is not None, initial_state is not None
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
@@ -88,8 +105,8 @@ def _backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, 
     q, k, *saved = ctx.saved_tensors
     if grad_o is None:
         grad_o = q.new_zeros(*q.shape[:3], ctx.value_dim)
-    *grads, grad_state = chunk_delta_rule_backward(grad_o, grad_final_state, q, k, *saved, ctx.scale)
-    return *grads, grad_state if ctx.has_state else None, None, None
+    *grads, grad_g, grad_state = chunk_delta_rule_backward(grad_o, grad_final_state, q, k, *saved, ctx.scale)
+    return *grads, grad_g if ctx.has_g else None, grad_state if ctx.has_state else None, None, None
 
 
 chunk_delta_rule.register_autograd(_backward, setup_context=_save)

@@ -1,8 +1,9 @@
-"""The delta rule token by token: the oracle, and the form that one-token decoding calls.
+"""The (gated) delta rule token by token: the oracle, and the form that one-token decoding calls.
 
 Shapes: B batch, T tokens, H query heads, G key/value heads, R = H / G, N documents (N = B unless packed).
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -16,17 +17,19 @@ def delta_rule_reference(
     k: Tensor,
     v: Tensor,
     beta: Tensor,
+    g: Tensor | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T, o_t = scale * S_t^T q_t, differentiable by autograd.
+    """S_t = S + beta_t k_t (v_t - S^T k_t)^T with S = exp(g_t) S_{t-1}, o_t = scale * S_t^T q_t; for autograd.
 
     Args:
         q: [B, T, H, d_k].
         k: [B, T, G, d_k], G dividing H; query head h reads the state h // R.
         v: [B, T, G, d_v].
         beta: [B, T, G].
+        g: [B, T, G], the log of the decay; no decay if None.
         initial_state: [N, G, d_k, d_v]; zeros if None.
         cu_seqlens: [N + 1] where each document starts and ends, with B = 1; its values are read on the host.
         scale: of the read, d_k^-1/2 if None.
@@ -41,23 +44,29 @@ def delta_rule_reference(
     with without_autocast(q.device):
         query = q.to(dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
         key, value, beta, state = k.to(dtype), v.to(dtype), beta.to(dtype), initial_state.to(dtype)
+        alphas = [None] * q.shape[1] if g is None else g.to(dtype).exp()[..., None, None].unbind(1)
         if cu_seqlens is None:
-            o, final_state = _recurrence(query, key, value, beta, state)
+            o, final_state = _recurrence(query, key, value, beta, alphas, state)
             return o.to(v.dtype), final_state
         bounds = cu_seqlens.tolist()
         outputs, states = [], []
         for n, (start, end) in enumerate(pairwise(bounds)):
-            tokens = slice(start, end)
-            o, left = _recurrence(query[:, tokens], key[:, tokens], value[:, tokens], beta[:, tokens], state[n : n + 1])
+            q_n, k_n, v_n, beta_n = (x[:, start:end] for x in (query, key, value, beta))
+            o, left = _recurrence(q_n, k_n, v_n, beta_n, alphas[start:end], state[n : n + 1])
             outputs.append(o)
             states.append(left)
         return torch.cat(outputs, 1).to(v.dtype), torch.cat(states)
 
 
-def _recurrence(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _recurrence(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alphas: Sequence[Tensor | None], state: Tensor
+) -> tuple[Tensor, Tensor]:
     q = q.unflatten(2, (k.shape[2], -1))  # [B, T, G, R, d_k]: the R query heads that read one state
     outputs = []
-    for q_t, k_t, v_t, beta_t in zip(q.unbind(1), k.unbind(1), v.unbind(1), beta.unbind(1), strict=True):
+    tokens = zip(q.unbind(1), k.unbind(1), v.unbind(1), beta.unbind(1), alphas, strict=True)
+    for q_t, k_t, v_t, beta_t, alpha_t in tokens:
+        if alpha_t is not None:
+            state = alpha_t * state
         read = k_t.unsqueeze(-2) @ state
         write = beta_t[..., None, None] * (v_t.unsqueeze(-2) - read)
         state = state + k_t.unsqueeze(-1) * write

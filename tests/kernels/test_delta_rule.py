@@ -14,8 +14,11 @@ from torch import Tensor
 from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
 from zoo.kernels.delta_rule.reference import delta_rule_reference
 
-LEAVES = ("q", "k", "v", "beta", "initial_state")
+LEAVES = ("q", "k", "v", "beta", "g", "initial_state")
+PER_TOKEN = LEAVES[:5]
 PIECES = (1, 2, 63, 64, 65, 0, 130)
+LENGTHS = [1, 2, 3, 63, 64, 65, 127, 129, 200, 513, 700, 1000]
+each_decay = pytest.mark.parametrize("decay", [None, 0.05], ids=["plain", "gated"])
 
 
 def inputs(
@@ -28,8 +31,9 @@ def inputs(
     pieces: tuple[int, ...] | None = None,
     cos: float = 0.0,
     beta: float | None = None,
+    decay: float | None = None,
 ) -> dict[str, Any]:
-    """Arguments with unit keys of mean cosine `cos`; `pieces` are the lengths of packed documents."""
+    """Arguments with unit keys of mean cosine `cos`; `pieces` are the lengths of packed documents; g within -decay."""
     generator = torch.Generator().manual_seed(seq_len)
 
     def randn(*shape: int) -> Tensor:
@@ -46,6 +50,8 @@ def inputs(
         "beta": betas if beta is None else torch.full_like(betas, beta),
         "initial_state": randn(num_states, groups, key_dim, value_dim),
     }
+    if decay is not None:
+        x["g"] = -decay * torch.rand(batch, seq_len, groups, dtype=torch.float64, generator=generator)
     x = {name: value.to(dtype).requires_grad_() for name, value in x.items()}
     if pieces is not None:
         x["cu_seqlens"] = torch.tensor([0, *pieces]).cumsum(0).int()
@@ -75,26 +81,35 @@ def without_state(x: dict[str, Any]) -> dict[str, Any]:
     return x | {"initial_state": None}
 
 
+def present(x: dict[str, Any], names: tuple[str, ...] = LEAVES) -> dict[str, Tensor]:
+    return {name: x[name] for name in names if name in x}
+
+
 def as_dtype(x: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {name: y if name == "cu_seqlens" else y.detach().to(dtype).requires_grad_() for name, y in x.items()}
 
 
 @pytest.mark.parametrize("function", [delta_rule_reference, chunk_delta_rule])
 @pytest.mark.parametrize(("pieces", "with_state"), [(None, False), (None, True), ((1, 0, 65), True)])
-def test_gradcheck(function: Callable[..., Any], pieces: tuple[int, ...] | None, with_state: bool) -> None:
-    x = inputs(sum(pieces) if pieces else 5, heads=(2, 1), dims=(2, 3), pieces=pieces)
-    leaves = [x[name] for name in LEAVES[: 5 if with_state else 4]]
+@each_decay
+def test_gradcheck(
+    function: Callable[..., Any], pieces: tuple[int, ...] | None, with_state: bool, decay: float | None
+) -> None:
+    x = inputs(sum(pieces) if pieces else 5, heads=(2, 1), dims=(2, 3), pieces=pieces, decay=decay)
+    leaves = present(x, LEAVES if with_state else PER_TOKEN)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return function(q, k, v, beta, initial_state=state, cu_seqlens=x.get("cu_seqlens"), scale=0.7)
+    def call(*values: Tensor) -> tuple[Tensor, Tensor]:
+        return function(**dict(zip(leaves, values, strict=True)), cu_seqlens=x.get("cu_seqlens"), scale=0.7)
 
-    assert torch.autograd.gradcheck(call, leaves, fast_mode=pieces is not None)
+    assert torch.autograd.gradcheck(call, tuple(leaves.values()), fast_mode=pieces is not None)
 
 
 @pytest.mark.parametrize(("groups", "dims"), [(1, (48, 80)), (2, (100, 48)), (4, (80, 100))])
-@pytest.mark.parametrize("seq_len", [1, 2, 3, 63, 64, 65, 127, 129, 513, 700, 1000])
-def test_chunk_equals_reference(seq_len: int, groups: int, dims: tuple[int, int]) -> None:
-    x = inputs(seq_len, batch=1 + groups % 2, heads=(4, groups), dims=dims)
+@pytest.mark.parametrize(
+    ("seq_len", "decay"), [*((n, None) for n in LENGTHS), *((n, 0.05) for n in LENGTHS if n <= 200)]
+)
+def test_chunk_equals_reference(seq_len: int, decay: float | None, groups: int, dims: tuple[int, int]) -> None:
+    x = inputs(seq_len, batch=1 + groups % 2, heads=(4, groups), dims=dims, decay=decay)
     expected = results(chunk_delta_rule, x, impl="reference")
     assert_near(results(chunk_delta_rule, x), expected, 1e-12)
     assert_near(results(chunk_delta_rule, as_dtype(x, torch.float32)), expected, 1e-5)
@@ -109,8 +124,62 @@ def test_correlated_keys(cos: float, beta: float) -> None:
     assert_near(results(chunk_delta_rule, as_dtype(x, torch.float32)), expected, 5e-5)  # 1e-4 without block recursion
 
 
-def test_zero_keys_have_finite_gradients() -> None:
-    x = inputs(70)
+@pytest.mark.parametrize("decay", [50.0, 1e4])
+@pytest.mark.parametrize("share", [0.1, 1.0])
+@pytest.mark.parametrize("pieces", [None, PIECES])
+def test_strong_decay(decay: float, share: float, pieces: tuple[int, ...] | None) -> None:
+    """Of all tokens or of a few: then what little the others forget must not drown in the sums of the strong."""
+    x = inputs(sum(PIECES), pieces=pieces, decay=0.05)
+    strong = torch.rand(x["g"].shape, generator=torch.Generator().manual_seed(0)) < share
+    x["g"] = x["g"].detach().masked_fill(strong, -decay).requires_grad_()
+    expected = results(chunk_delta_rule, x, impl="reference")
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        actual = results(chunk_delta_rule, as_dtype(x, dtype))
+        assert all(y.isfinite().all() for y in actual.values())
+        assert_near(actual, expected, bound)
+
+
+@pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])
+@pytest.mark.parametrize("pieces", [None, PIECES])
+def test_zero_g_is_none(function: Callable[..., Any], pieces: tuple[int, ...] | None) -> None:
+    x = inputs(sum(PIECES), pieces=pieces)
+    g = torch.zeros_like(x["beta"]).requires_grad_()
+    actual = results(function, x | {"g": g})
+    assert actual.pop("g").any()
+    assert_near(actual, results(function, x), 1e-12)
+
+
+@pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])
+def test_decay_and_nothing_written(function: Callable[..., Any]) -> None:
+    x = inputs(130, beta=0.0, decay=0.05)
+    o, final_state = function(**x, scale=1.0)
+    left = x["g"].cumsum(1).exp()[..., None, None] * x["initial_state"][:, None]
+    torch.testing.assert_close(final_state, left[:, -1], rtol=1e-12, atol=1e-12)
+    expected = (x["q"].unsqueeze(-2) @ left.repeat_interleave(2, 2)).squeeze(-2)
+    torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])
+@each_decay
+def test_l2_norm_inside_is_that_outside(function: Callable[..., Any], impl: str, decay: float | None) -> None:
+    x = inputs(70, decay=decay)
+    with torch.no_grad():
+        for name in ("q", "k"):
+            x[name] *= torch.arange(70, dtype=torch.float64)[:, None, None] * 1e-4  # from 0, about the epsilon
+
+    def outside(q: Tensor, k: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+        q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+        return function(q, k, **others, impl=impl)
+
+    actual = results(function, x, qk_l2norm=True, impl=impl)
+    assert all(y.isfinite().all() for y in actual.values())
+    assert_near(actual, results(outside, x), 1e-12)
+
+
+@each_decay
+def test_zero_keys_have_finite_gradients(decay: float | None) -> None:
+    x = inputs(70, decay=decay)
     x["k"] = torch.zeros_like(x["k"]).requires_grad_()
     actual = results(chunk_delta_rule, x)
     assert all(y.isfinite().all() for y in actual.values())
@@ -118,10 +187,11 @@ def test_zero_keys_have_finite_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_only_inputs_and_outputs(dtype: torch.dtype) -> None:
-    x = as_dtype(inputs(300, heads=(4, 2), dims=(64, 64)), dtype)
+@each_decay
+def test_half_precision_rounds_only_inputs_and_outputs(dtype: torch.dtype, decay: float | None) -> None:
+    x = as_dtype(inputs(300, heads=(4, 2), dims=(64, 64), decay=decay), dtype)
     actual = results(chunk_delta_rule, x)
-    assert [y.dtype for y in actual.values()] == [dtype, torch.float32, *[dtype] * 5]
+    assert [y.dtype for y in actual.values()] == [dtype, torch.float32, *[dtype] * len(x)]
     bound = torch.finfo(dtype).eps / 2  # one rounding of each result
     weights_rounded = results(chunk_delta_rule, as_dtype(x, torch.float64), impl="reference")
     assert_near({"o": actual["o"]}, {"o": weights_rounded["o"]}, bound)
@@ -130,8 +200,9 @@ def test_half_precision_rounds_only_inputs_and_outputs(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])
-def test_autocast_changes_no_number(function: Callable[..., Any]) -> None:
-    x = as_dtype(inputs(70), torch.float32)
+@each_decay
+def test_autocast_changes_no_number(function: Callable[..., Any], decay: float | None) -> None:
+    x = as_dtype(inputs(70, decay=decay), torch.float32)
     mixed = {**x, "v": x["v"].detach().bfloat16().requires_grad_()}
 
     def under_autocast(**x: Any) -> tuple[Tensor, Tensor]:
@@ -155,9 +226,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pieces", [None, (3, 67)])
-def test_any_strides(layout: str, pieces: tuple[int, ...] | None) -> None:
-    x = inputs(70, pieces=pieces)
-    views = {name: LAYOUTS[layout](x[name].detach()).requires_grad_() for name in LEAVES}
+@each_decay
+def test_any_strides(layout: str, pieces: tuple[int, ...] | None, decay: float | None) -> None:
+    x = inputs(70, pieces=pieces, decay=decay)
+    views = {name: LAYOUTS[layout](y.detach()).requires_grad_() for name, y in present(x).items()}
     assert not any(y.is_contiguous() for y in views.values())
     copies = {name: y.detach().contiguous().requires_grad_() for name, y in views.items()}
     cu_seqlens = {"cu_seqlens": x["cu_seqlens"]} if pieces else {}
@@ -165,9 +237,10 @@ def test_any_strides(layout: str, pieces: tuple[int, ...] | None) -> None:
 
 
 @pytest.mark.parametrize("output", [0, 1], ids=["o", "final_state"])
-def test_one_output_alone_and_an_expanded_upstream_gradient(output: int) -> None:
-    x = inputs(70)
-    leaves = [x[name] for name in LEAVES]
+@each_decay
+def test_one_output_alone_and_an_expanded_upstream_gradient(output: int, decay: float | None) -> None:
+    x = inputs(70, decay=decay)
+    leaves = list(x.values())
     actual, expected = (
         torch.autograd.grad(chunk_delta_rule(**x, impl=impl)[output].sum(), leaves, materialize_grads=True)
         for impl in ("torch", "reference")
@@ -176,17 +249,18 @@ def test_one_output_alone_and_an_expanded_upstream_gradient(output: int) -> None
 
 
 @pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])
-def test_packed_equals_separate(function: Callable[..., Any]) -> None:
-    packed = inputs(sum(PIECES), pieces=PIECES)
+@each_decay
+def test_packed_equals_separate(function: Callable[..., Any], decay: float | None) -> None:
+    packed = inputs(sum(PIECES), pieces=PIECES, decay=decay)
     bounds = packed.pop("cu_seqlens")
     copies = {name: y.detach().requires_grad_() for name, y in packed.items()}
 
-    def separate(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+    def separate(initial_state: Tensor, **per_token: Tensor) -> tuple[Tensor, Tensor]:
         outputs, states = [], []
         for n, length in enumerate(PIECES):
             tokens, state = slice(int(bounds[n]), int(bounds[n + 1])), initial_state[n : n + 1]
             if length:
-                o, state = function(q[:, tokens], k[:, tokens], v[:, tokens], beta[:, tokens], initial_state=state)
+                o, state = function(**{name: y[:, tokens] for name, y in per_token.items()}, initial_state=state)
                 outputs.append(o)
             states.append(state)
         return torch.cat(outputs, 1), torch.cat(states)
@@ -199,12 +273,13 @@ def test_packed_equals_separate(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("value", [2.0, torch.nan])
-def test_a_document_does_not_reach_the_others(value: float) -> None:
-    x = as_dtype(inputs(sum(PIECES), pieces=PIECES), torch.float32)
+@each_decay
+def test_a_document_does_not_reach_the_others(value: float, decay: float | None) -> None:
+    x = as_dtype(inputs(sum(PIECES), pieces=PIECES, decay=decay), torch.float32)
     start, end = (int(i) for i in x["cu_seqlens"][3:5])
     changed = {name: y.detach().clone() if name in LEAVES else y for name, y in x.items()}
-    for name in LEAVES[:4]:
-        changed[name][:, start:end] = value
+    for y in present(changed, PER_TOKEN).values():
+        y[:, start:end] = value
     changed["initial_state"][3] = value
     changed = {name: y.requires_grad_() if name in LEAVES else y for name, y in changed.items()}
     before, after = results(chunk_delta_rule, x), results(chunk_delta_rule, changed)
@@ -218,31 +293,33 @@ def test_a_document_does_not_reach_the_others(value: float) -> None:
 
 @pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])
 @pytest.mark.parametrize("split", [1, 63, 64, 100, 149])
-def test_split_with_carried_state(function: Callable[..., Any], split: int) -> None:
-    x = inputs(150)
+@each_decay
+def test_split_with_carried_state(function: Callable[..., Any], split: int, decay: float | None) -> None:
+    x = inputs(150, decay=decay)
 
-    def in_two(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
-        first = [y[:, :split] for y in (q, k, v, beta)]
-        o, state = function(*first, initial_state=initial_state)
-        rest, state = function(*(y[:, split:] for y in (q, k, v, beta)), initial_state=state)
+    def in_two(initial_state: Tensor, **per_token: Tensor) -> tuple[Tensor, Tensor]:
+        o, state = function(**{name: y[:, :split] for name, y in per_token.items()}, initial_state=initial_state)
+        rest, state = function(**{name: y[:, split:] for name, y in per_token.items()}, initial_state=state)
         return torch.cat([o, rest], 1), state
 
     assert_near(results(in_two, x), results(function, x), 1e-12)
 
 
 @pytest.mark.parametrize("token", [0, 63, 64, 100])
-def test_causal(token: int) -> None:
-    x = inputs(130, dtype=torch.float32)
+@each_decay
+def test_causal(token: int, decay: float | None) -> None:
+    x = inputs(130, dtype=torch.float32, decay=decay)
     changed = {name: y.detach().clone() for name, y in x.items()}
-    for name in LEAVES[:4]:
-        changed[name][:, token] += 1
+    for y in present(changed, PER_TOKEN).values():
+        y[:, token] += 1
     before, after = chunk_delta_rule(**x)[0], chunk_delta_rule(**changed)[0]
     assert torch.equal(before[:, :token], after[:, :token])
     assert not torch.isclose(before[:, token:], after[:, token:]).all(-1).any()
 
 
-def test_rows_do_not_depend_on_the_batch() -> None:
-    x = inputs(130, batch=5, dims=(32, 32), dtype=torch.float32)
+@each_decay
+def test_rows_do_not_depend_on_the_batch(decay: float | None) -> None:
+    x = inputs(130, batch=5, dims=(32, 32), dtype=torch.float32, decay=decay)
     whole, again = chunk_delta_rule(**x), chunk_delta_rule(**x)
     for i in range(5):
         alone = chunk_delta_rule(**{name: y[i : i + 1] for name, y in x.items()})

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
 
 OP, BACKWARD_OP = torch.ops.zoo.chunk_delta_rule_torch.default, torch.ops.zoo.chunk_delta_rule_torch_backward.default
+each_gating = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda y: y,
     "transposed": lambda y: y.transpose(1, 2).contiguous().transpose(1, 2),
@@ -21,16 +22,18 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def inputs(seq_len: int, *, groups: int = 2, pieces: tuple[int, ...] | None = None, state: bool = True) -> list[Any]:
-    """q, k, v, beta, initial_state, cu_seqlens; sizes that all differ, or the compiler ties them together."""
+def inputs(
+    seq_len: int, *, groups: int = 2, pieces: tuple[int, ...] | None = None, state: bool = True, gated: bool = True
+) -> list[Any]:
+    """q, k, v, beta, g, initial_state, cu_seqlens; sizes that all differ, or the compiler ties them together."""
     batch, num_states = (3, 3) if pieces is None else (1, len(pieces))
     generator = torch.Generator().manual_seed(seq_len)
     shapes = [(batch, seq_len, 4, 6), (batch, seq_len, groups, 6), (batch, seq_len, groups, 10)]
     q, k, v, s = (torch.randn(y, generator=generator) for y in [*shapes, (num_states, groups, 6, 10)])
-    beta = torch.rand(batch, seq_len, groups, generator=generator)
-    leaves = [y.requires_grad_() for y in (q, F.normalize(k, dim=-1), v, beta, s)]
+    beta, alpha = (torch.rand(batch, seq_len, groups, generator=generator) for _ in range(2))
+    leaves = [y.requires_grad_() for y in (q, F.normalize(k, dim=-1), v, beta, -0.05 * alpha, s)]
     cu_seqlens = None if pieces is None else torch.tensor([0, *pieces]).cumsum(0).int()
-    return [*leaves[:4], leaves[4] if state else None, cu_seqlens]
+    return [*leaves[:4], leaves[4] if gated else None, leaves[5] if state else None, cu_seqlens]
 
 
 def detached(args: list[Any]) -> list[Any]:
@@ -38,8 +41,8 @@ def detached(args: list[Any]) -> list[Any]:
 
 
 def with_gradients(function: Callable[..., tuple[Tensor, Tensor]], args: list[Any]) -> tuple[Tensor, ...]:
-    o, final_state = function(*args[:4], initial_state=args[4], cu_seqlens=args[5])
-    leaves = [y for y in args[:5] if y is not None]
+    o, final_state = function(*args[:4], g=args[4], initial_state=args[5], cu_seqlens=args[6])
+    leaves = [y for y in args[:6] if y is not None]
     return o, final_state, *torch.autograd.grad(o.square().sum() + final_state.square().sum(), leaves)
 
 
@@ -52,54 +55,61 @@ def with_gradients(function: Callable[..., tuple[Tensor, Tensor]], args: list[An
         ("contiguous", 4, (5, 0, 65), False),
     ],
 )
-def test_ops_are_sound(layout: str, groups: int, pieces: tuple[int, ...] | None, state: bool) -> None:
-    args = inputs(70, groups=groups, pieces=pieces, state=state)
-    args[:5] = [y if y is None else LAYOUTS[layout](y.detach()).requires_grad_() for y in args[:5]]
+@each_gating
+def test_ops_are_sound(layout: str, groups: int, pieces: tuple[int, ...] | None, state: bool, gated: bool) -> None:
+    args = inputs(70, groups=groups, pieces=pieces, state=state, gated=gated)
+    args[:6] = [y if y is None else LAYOUTS[layout](y.detach()).requires_grad_() for y in args[:6]]
     torch.library.opcheck(OP, (*args, 0.3))
     o, final_state, *saved = OP(*args, 0.3)
     assert not any(y.requires_grad for y in saved)  # no gradient flows through what only the backward reads
-    q, k, _, beta, _, cu_seqlens = args
+    q, k, _, beta, g, _, cu_seqlens = args
     grad_final_state = LAYOUTS[layout](torch.ones_like(final_state)) if state else None
-    plain = detached([q, k, beta, cu_seqlens, *saved])
-    torch.library.opcheck(BACKWARD_OP, (LAYOUTS[layout](o.detach()), grad_final_state, *plain, 0.3))
+    plain = detached([q, k, beta, g, cu_seqlens, *saved])
+    backward_args = LAYOUTS[layout](o.detach()), grad_final_state, *plain, 0.3
+    torch.library.opcheck(BACKWARD_OP, backward_args)
+    assert BACKWARD_OP(*backward_args)[4].shape == (g.shape if gated else (0,))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("seq_len", [1, 64, 70])
 def test_outputs_are_contiguous_and_own_their_memory(seq_len: int, batch: int) -> None:
     for function in (chunk_delta_rule, recurrent_delta_rule):
-        args = [y[:batch] for y in detached(inputs(seq_len, groups=1)[:5])]
-        outputs = function(*args[:4], initial_state=args[4])
+        args = [y[:batch] for y in detached(inputs(seq_len, groups=1)[:6])]
+        outputs = function(*args[:4], g=args[4], initial_state=args[5])
         assert all(y.is_contiguous() and y.untyped_storage().nbytes() == y.nbytes for y in outputs)
-        places = {y.untyped_storage().data_ptr() for y in (*outputs, *args[:5])}
-        assert len(places) == len(outputs) + 5
+        places = {y.untyped_storage().data_ptr() for y in (*outputs, *args)}
+        assert len(places) == len(outputs) + len(args)
 
 
 @pytest.mark.parametrize(
     ("case", "backend"),
     [("dense", "aot_eager"), ("state", "aot_eager"), ("packed", "aot_eager"), ("state", "inductor")],
 )
-def test_one_graph_over_lengths(case: str, backend: str) -> None:
+@each_gating
+def test_one_graph_over_lengths(case: str, backend: str, gated: bool) -> None:
     compiled = torch.compile(chunk_delta_rule, fullgraph=True, dynamic=True, backend=backend)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seq_len in (61, 70, 128, 131, 200):
             pieces = (2, 0, 7, seq_len - 20, 11) if case == "packed" else None
-            args = inputs(seq_len, pieces=pieces, state=case == "state")
+            args = inputs(seq_len, pieces=pieces, state=case == "state", gated=gated)
             expected = with_gradients(chunk_delta_rule, args)
             torch.testing.assert_close(with_gradients(compiled, args), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_one_token_decodes_in_one_graph(backend: str) -> None:
+@each_gating
+def test_one_token_decodes_in_one_graph(backend: str, gated: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(recurrent_delta_rule, fullgraph=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
-        args = detached(inputs(130))
-        expected, last = chunk_delta_rule(*args[:4], initial_state=args[4])
-        state, outputs = args[4], []
+        q, k, v, beta, g, state, _ = detached(inputs(130, gated=gated))
+        expected, last = chunk_delta_rule(q, k, v, beta, g=g, initial_state=state, qk_l2norm=True)
+        outputs = []
         for t in range(130):
-            o, state = compiled(*(y[:, t : t + 1] for y in args[:4]), initial_state=state)
+            q_t, k_t, v_t, beta_t = (y[:, t : t + 1] for y in (q, k, v, beta))
+            g_t = g[:, t : t + 1] if gated else None
+            o, state = compiled(q_t, k_t, v_t, beta_t, g=g_t, initial_state=state, qk_l2norm=True)
             outputs.append(o)
     torch.testing.assert_close((torch.cat(outputs, 1), state), (expected, last), rtol=1e-4, atol=1e-5)
 
@@ -108,14 +118,14 @@ def test_one_token_decodes_in_one_graph(backend: str) -> None:
 def test_shapes_without_values(kind: str) -> None:
     args = detached(inputs(70, pieces=(5, 0, 65)))
     with FakeTensorMode() if kind == "fake" else nullcontext() as mode:
-        q, k, v, beta, state, cu_seqlens = (mode.from_tensor(y) if mode else y.to("meta") for y in args)
-        o, final_state = chunk_delta_rule(q, k, v, beta, initial_state=state, cu_seqlens=cu_seqlens)
+        q, k, v, beta, g, state, cu_seqlens = (mode.from_tensor(y) if mode else y.to("meta") for y in args)
+        o, final_state = chunk_delta_rule(q, k, v, beta, g=g, initial_state=state, cu_seqlens=cu_seqlens)
         assert (o.shape, final_state.shape) == ((1, 70, 4, 10), (3, 2, 6, 10))
-        o, final_state = recurrent_delta_rule(q, k, v, beta, initial_state=state[:1])
+        o, final_state = recurrent_delta_rule(q, k, v, beta, g=g, initial_state=state[:1])
         assert (o.shape, final_state.shape) == ((1, 70, 4, 10), (1, 2, 6, 10))
 
 
-Q, K, V, BETA, STATE, _ = inputs(7)
+Q, K, V, BETA, G, STATE, _ = inputs(7)
 PACKED = {name: y[:1] for name, y in {"q": Q, "k": K, "v": V, "beta": BETA}.items()}
 
 
@@ -132,12 +142,16 @@ PACKED = {name: y[:1] for name, y in {"q": Q, "k": K, "v": V, "beta": BETA}.item
         ({"v": V[0]}, r"v: expected \[B, T, G, d_v\], got \[7, 2, 10\]"),
         ({"v": V[:, :6]}, r"v: expected \[B, T, G, d_v\] = \[3, 7, 2, 10\], got \[3, 6, 2, 10\]"),
         ({"beta": BETA[..., None]}, r"beta: expected \[B, T, G\] = \[3, 7, 2\], got \[3, 7, 2, 1\]"),
+        ({"g": G[..., None]}, r"g: expected \[B, T, G\] = \[3, 7, 2\], got \[3, 7, 2, 1\]"),
+        ({"g": G[:, :1]}, r"g: expected \[B, T, G\] = \[3, 7, 2\], got \[3, 1, 2\]"),
         (
             {"initial_state": STATE.mT},
             r"initial_state: expected \[N, G, d_k, d_v\] = \[3, 2, 6, 10\], got \[3, 2, 10, 6\]",
         ),
         ({"v": V.long()}, r"v: expected a floating-point dtype, got torch.int64"),
+        ({"g": G.long()}, r"g: expected a floating-point dtype, got torch.int64"),
         ({"beta": BETA.to("meta")}, r"beta: expected the device of q, cpu, got meta"),
+        ({"g": G.to("meta")}, r"g: expected the device of q, cpu, got meta"),
         ({"impl": "triton"}, r"impl: expected one of 'auto', 'reference', 'torch' .*, got 'triton'"),
         ({"cu_seqlens": torch.tensor([0, 7])}, r"cu_seqlens: .* B = 1, got B = 3"),
         (PACKED | {"cu_seqlens": torch.tensor([0])}, r"cu_seqlens: expected \[N \+ 1\] .*, got \[1\]"),
