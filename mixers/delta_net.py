@@ -15,7 +15,15 @@ from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
 from zoo.kernels.precision import precise_dtype
 from zoo.mixers.context import Context
 from zoo.mixers.contract import Mixer, State
-from zoo.mixers.feature_maps import ShortConvolution, Strength, StrengthKind, convolve, l1_normalize, l2_normalize
+from zoo.mixers.feature_maps import (
+    Decay,
+    ShortConvolution,
+    Strength,
+    StrengthKind,
+    convolve,
+    l1_normalize,
+    l2_normalize,
+)
 from zoo.mixers.heads import HeadOptions
 from zoo.mixers.norms import RMSNorm
 from zoo.mixers.options import AtLeast, Between, Component, OptionError, component
@@ -41,6 +49,8 @@ class DeltaNetOptions(HeadOptions):
     """
 
     typical_head_dim: ClassVar[int] = 128
+    decays: ClassVar[bool] = False
+    """Whether the memory's decay is projected from the input."""
 
     beta: StrengthKind = "sigmoid"
     feature_map: Component = component("feature_map", "silu")
@@ -77,10 +87,10 @@ class DeltaNetOptions(HeadOptions):
         return isinstance(self.beta, str)
 
     @property
-    def projected(self) -> tuple[int, int, int, int, int]:
-        """Widths of queries, keys, values, beta and gate in the fused projection."""
+    def projected(self) -> tuple[int, int, int, int, int, int]:
+        """Widths of queries, keys, values, beta, decay and gate in the fused projection."""
         (H, G, _), (d_k, d_v) = self.heads, self.head_sizes
-        return H * d_k, G * d_k, G * d_v, G * self.learns_beta, H * d_v * self.output_gate
+        return H * d_k, G * d_k, G * d_v, G * self.learns_beta, G * self.decays, H * d_v * self.output_gate
 
     def num_params(self, dim: int) -> int:
         """Projections, convolution, the output norm, and what a feature map of the user's own learns."""
@@ -126,17 +136,19 @@ class DeltaNet(Mixer):
             ShortConvolution(self.widths[0], options.conv_size, bias=options.conv_bias) if options.conv_size else None
         )
         self.beta = Strength(options.beta, self.num_kv_heads)
+        self.decay = Decay(self.num_kv_heads) if options.decays else None
         self.feature_map = feature_map()
         self.norm = RMSNorm(self.d_v)
         self.out_proj = nn.Linear(self.num_heads * self.d_v, dim, bias=False)
 
     def forward(self, x: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, State | None]:
         """See `Mixer.forward`."""
-        qkv, beta, gate = self.in_proj(x).split(self.widths, -1)
+        qkv, beta, decay, gate = self.in_proj(x).split(self.widths, -1)
         q, k, v, taps = self._features(qkv, context, state)
         rule = recurrent_delta_rule if state is not None and x.shape[1] == 1 else chunk_delta_rule
         memory = None if state is None else state["memory"]
-        o, memory = rule(q, k, v, self.beta(beta), initial_state=memory, cu_seqlens=context.cu_seqlens)
+        g = None if self.decay is None else self.decay(decay)
+        o, memory = rule(q, k, v, self.beta(beta), g=g, initial_state=memory, cu_seqlens=context.cu_seqlens)
         o = self.norm(o).flatten(-2)
         if self.options.output_gate:
             o = o * nn.functional.silu(gate)

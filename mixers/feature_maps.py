@@ -1,8 +1,9 @@
-"""The maps in front of a mixer's kernel: short convolution, 1 + ELU, L2 and L1 norm, beta. All plain PyTorch.
+"""The maps in front of a mixer's kernel: short convolution, 1 + ELU, L2 and L1 norm, beta, decay. All plain PyTorch.
 
 Shapes: B batch, T sequence length, C channels, H heads, d_h head dim, K taps of the convolution.
 """
 
+import math
 from typing import Annotated, Literal
 
 import torch
@@ -16,6 +17,7 @@ from zoo.mixers.norms import RMSNorm, StaticFloat
 from zoo.mixers.options import Between
 
 __all__ = [
+    "Decay",
     "HeadNorm",
     "OnePlusELU",
     "ShortConvolution",
@@ -74,6 +76,31 @@ class Strength(nn.Module):
         if self.fixed:
             return logits.new_full((*logits.shape[:-1], self.num_heads), self.factor[0])
         return self.factor[0] * logits.sigmoid()
+
+
+class Decay(nn.Module):
+    """How fast a head's memory fades: g = -exp(A_log) softplus(x + dt_bias), the log of its decay (arXiv 2412.06464).
+
+    Args:
+        num_heads: H.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """exp(A_log) uniform in (1, 16), softplus(dt_bias) log-uniform in (0.001, 0.1), as in Mamba-2 (2405.21060)."""
+        self.A_log.uniform_(1, 16).log_()
+        dt = self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_()
+        dt.add_(torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, H] fp32 (fp64 for fp64), at most 0."""
+        return -precise(self.A_log).exp() * F.softplus(precise(logits) + precise(self.dt_bias))
 
 
 class OnePlusELU(nn.Module):

@@ -3,18 +3,25 @@
 Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B unless packed).
 """
 
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
 from torch import Tensor
 
 from zoo.kernels.checks import check_shape, check_tensors
-from zoo.kernels.delta_rule.ops import chunk_delta_rule as _chunk_op
+from zoo.kernels.delta_rule import ops, triton_ops
 from zoo.kernels.delta_rule.reference import delta_rule_reference
+from zoo.kernels.delta_rule.schedule import MAX_HEAD_DIM
 from zoo.kernels.normalize import l2_normalize
 from zoo.kernels.packing import check_cu_seqlens
 from zoo.kernels.precision import precise_dtype
 
 __all__ = ["chunk_delta_rule", "recurrent_delta_rule"]
 
-_IMPLS = ("auto", "reference", "torch")
+_IMPLS = ("auto", "reference", "torch", "triton")
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_HAS_TRITON = find_spec("triton") is not None
 
 
 def chunk_delta_rule(
@@ -28,6 +35,7 @@ def chunk_delta_rule(
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
+    segment_length: int | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The delta rule over whole sequences, by chunks: for training and prefill.
@@ -52,8 +60,12 @@ def chunk_delta_rule(
             Values are checked in eager calls on the CPU alone. Each document takes whole chunks of 64 tokens.
         scale: of the read; d_k^-1/2 if None.
         qk_l2norm: whether q and k are divided by sqrt(|x|^2 + 1e-6) over d_k first.
-        impl: "auto" or "torch", the chunked algorithm in PyTorch, or "reference", token by token. An explicit choice
-            never falls back.
+        segment_length: tokens, rounded up to whole chunks, of the segments into which Triton cuts a document so that
+            few heads fill a device. By default B, the heads, T and the device decide; a number makes what a document
+            gives the same bit for bit whatever batch it stands in. The other forms cut nothing and ignore it.
+        impl: "triton", CUDA kernels for half precision and float32 with d_k, d_v <= 256; "torch", the same algorithm in
+            PyTorch on any device; "reference", token by token; or "auto": Triton where it can, else PyTorch. An
+            explicit choice never falls back.
 
     Returns:
         o [B, T, H, d_v] in the dtype of v, and the final state [N, G, d_k, d_v] in float32 (float64 for float64 v).
@@ -62,13 +74,21 @@ def chunk_delta_rule(
         ValueError: an argument is not as above; the message names it, what was expected and what came.
     """
     _check(q, k, v, beta, g, initial_state, cu_seqlens, impl)
-    if qk_l2norm:
+    if segment_length is not None and segment_length < 1:
+        raise ValueError(f"segment_length: expected at least 1, or None, got {segment_length}")
+    form = _choose(impl, v, q.shape[-1])
+    if qk_l2norm and form != "triton":
         q, k = l2_normalize(q), l2_normalize(k)
     q, k, beta, g, initial_state = _cast(q, k, v, beta, g, initial_state)
-    if impl == "reference":
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if form == "reference":
         return delta_rule_reference(q, k, v, beta, g, initial_state, cu_seqlens, scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    o, final_state, *_ = _chunk_op(q, k, v, beta, g, initial_state, cu_seqlens, scale)
+    tensors = q, k, v, beta, g, initial_state, cu_seqlens
+    if form == "torch":
+        o, final_state, *_ = ops.chunk_delta_rule(*tensors, scale)
+    else:
+        save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        o, final_state, *_ = triton_ops.chunk_delta_rule(*tensors, scale, qk_l2norm, segment_length, save)
     return o, final_state
 
 
@@ -87,8 +107,9 @@ def recurrent_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """The delta rule token by token: for decoding, where T is 1 or a few; slow for long T.
 
-    The equation, arguments, results and errors of `chunk_delta_rule`. Plain PyTorch, so it fuses into a compiled
-    decoding step, one graph per T; the values of cu_seqlens are read on the host, so packed calls do not compile.
+    The equation, arguments, results, errors and gradients of `chunk_delta_rule`. With Triton one launch reads and
+    writes each state once, whatever T. Elsewhere it is plain PyTorch, which fuses into a compiled decoding step, one
+    graph per T; there the values of cu_seqlens are read on the host, so packed calls do not compile.
 
     Args:
         q: [B, T, H, d_k].
@@ -100,7 +121,7 @@ def recurrent_delta_rule(
         cu_seqlens: [N + 1] or None.
         scale: of the read; d_k^-1/2 if None.
         qk_l2norm: whether q and k are divided by sqrt(|x|^2 + 1e-6) over d_k first.
-        impl: "auto", "torch" or "reference", which are one and the same here.
+        impl: as for `chunk_delta_rule`; "torch" and "reference" are one and the same here.
 
     Returns:
         o [B, T, H, d_v] in the dtype of v, and the final state [N, G, d_k, d_v] in float32 (float64 for float64 v).
@@ -109,10 +130,38 @@ def recurrent_delta_rule(
         ValueError: as for `chunk_delta_rule`.
     """
     _check(q, k, v, beta, g, initial_state, cu_seqlens, impl)
-    if qk_l2norm:
+    form = _choose(impl, v, q.shape[-1])
+    if qk_l2norm and form != "triton":
         q, k = l2_normalize(q), l2_normalize(k)
     q, k, beta, g, initial_state = _cast(q, k, v, beta, g, initial_state)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if form == "triton":
+        return triton_ops.recurrent_delta_rule(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm)
     return delta_rule_reference(q, k, v, beta, g, initial_state, cu_seqlens, scale)
+
+
+def _choose(impl: str, v: Tensor, key_dim: int) -> Literal["reference", "torch", "triton"]:
+    """The form that computes a call.
+
+    Raises:
+        ValueError: Triton is asked for, and cannot.
+    """
+    if impl == "reference" or impl == "torch":
+        return impl
+    missing = None
+    if not _HAS_TRITON:
+        missing = "the package triton, which is not installed"
+    elif v.device.type != "cuda":
+        missing = f"CUDA tensors, got {v.device}"
+    elif v.dtype not in _TRITON_DTYPES:
+        missing = f"v in bfloat16, float16 or float32, got {v.dtype}"
+    elif max(key_dim, v.shape[-1]) > MAX_HEAD_DIM:
+        missing = f"d_k and d_v of at most {MAX_HEAD_DIM}, got {key_dim} and {v.shape[-1]}"
+    if missing is None:
+        return "triton"
+    if impl == "triton":
+        raise ValueError(f"impl: 'triton' needs {missing}")
+    return "torch"
 
 
 def _cast(
@@ -135,7 +184,7 @@ def _check(
     impl: str,
 ) -> None:
     if impl not in _IMPLS:
-        raise ValueError(f"impl: expected one of {', '.join(map(repr, _IMPLS))} (there is no Triton yet), got {impl!r}")
+        raise ValueError(f"impl: expected one of {', '.join(map(repr, _IMPLS))}, got {impl!r}")
     if q.ndim != 4 or q.shape[1] < 1:
         raise ValueError(f"q: expected [B, T, H, d_k] with T >= 1, got {list(q.shape)}")
     batch, seq_len, num_heads, key_dim = q.shape

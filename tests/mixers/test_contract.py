@@ -67,6 +67,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         | {"conv_size": 3, "output_gate": True, "beta": "2sigmoid", "feature_map": "elu1", "qk_norm": "l1"},
         {"num_heads": 2, "head_dim": 5, "conv_size": 0, "beta": 0.5, "feature_map": "identity"},
     ],
+    "gated_delta_net": [
+        {},
+        {"num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "expand_v": 2, "conv_bias": True, "beta": "2sigmoid"},
+        {"num_heads": 1, "head_dim": 80, "expand_k": 0.5, "output_gate": False, "feature_map": "elu1", "qk_norm": "l1"},
+        {"num_heads": 2, "head_dim": 5, "conv_size": 0, "beta": 0.5},
+    ],
     "deltaformer": [
         {},
         {"num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "compare": "wk", "alpha": "sigmoid", "beta": "2sigmoid"}

@@ -450,11 +450,13 @@ def test_the_default_block(block: Any) -> None:
 
 
 ATTENTION = {"qk_norm": "none", "rope": True, "rope_theta": 10000, "backend": "auto"}
+DELTA_NET = {
+    "beta": "sigmoid", "qk_norm": "l2", "conv_size": 4, "conv_bias": False, "output_gate": False,
+    "expand_k": 1, "expand_v": 1,
+}  # fmt: skip
 DEFAULTS = {
-    "delta_net": {
-        "beta": "sigmoid", "qk_norm": "l2", "conv_size": 4, "conv_bias": False, "output_gate": False,
-        "expand_k": 1, "expand_v": 1,
-    },
+    "delta_net": DELTA_NET,
+    "gated_delta_net": {**DELTA_NET, "output_gate": True},
     "deltaformer": {
         "kappa1": "softmax", "kappa2": "softmax", "round_decimals": 0, "compare": "kk", "alpha": 1, "beta": "sigmoid",
         "qk_norm": "rms", "rope": True, "rope_theta": 10000, "conv_size": 0, "conv_bias": False,
@@ -468,11 +470,18 @@ DEFAULTS = {
 def test_defaults(name: str) -> None:
     found = options(resolve(mixer(name)))
     assert {key: getattr(found, key) for key in DEFAULTS[name]} == DEFAULTS[name]
-    assert name != "delta_net" or found.feature_map.name == "silu"
+    assert "delta_net" not in name or found.feature_map.name == "silu"
 
 
 @pytest.mark.parametrize(
-    ("name", "typical"), [("delta_net", 128), ("deltaformer", 64), ("full_attention", 64), ("sliding_window", 64)]
+    ("name", "typical"),
+    [
+        ("delta_net", 128),
+        ("gated_delta_net", 128),
+        ("deltaformer", 64),
+        ("full_attention", 64),
+        ("sliding_window", 64),
+    ],
 )
 def test_heads(name: str, typical: int) -> None:
     def heads(dim: int = 512, **given: int) -> tuple[int, int, int]:
@@ -495,11 +504,13 @@ def test_top_level_defaults() -> None:
 
 HEADS = {"num_heads": 4, "head_dim": 16, "num_kv_heads": 2}
 ATTENTION_OPTIONS = {**HEADS, "qk_norm": "rms", "rope": False, "rope_theta": 1e6, "backend": "sdpa"}
+DELTA_NET_OPTIONS = {
+    **HEADS, "beta": 1.5, "feature_map": "elu1", "qk_norm": "l1", "conv_size": 2, "conv_bias": True,
+    "output_gate": True, "expand_k": 0.5, "expand_v": 2,
+}  # fmt: skip
 EVERY_OPTION: dict[str, Raw] = {
-    "delta_net": {
-        **HEADS, "beta": 1.5, "feature_map": "elu1", "qk_norm": "l1", "conv_size": 2, "conv_bias": True,
-        "output_gate": True, "expand_k": 0.5, "expand_v": 2,
-    },
+    "delta_net": DELTA_NET_OPTIONS,
+    "gated_delta_net": {**DELTA_NET_OPTIONS, "output_gate": False},
     "deltaformer": {
         **HEADS, "kappa1": "relu", "kappa2": "round", "round_decimals": 2, "compare": "wk", "alpha": 0.5,
         "beta": "2sigmoid", "qk_norm": "none", "rope": False, "rope_theta": 1e6, "conv_size": 2, "conv_bias": True,

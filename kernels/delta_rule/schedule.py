@@ -1,0 +1,166 @@
+"""How the Triton kernels are laid out over a batch: rules of head sizes, dtype and device, never tuned, free of T.
+
+Needs no Triton, so that shapes of what the kernels return are known without it.
+
+Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B unless packed), C chunk.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from zoo.kernels.delta_rule.chunk import CHUNK, num_chunks
+
+__all__ = ["CHUNK", "MAX_HEAD_DIM", "Blocks", "Configuration", "Layout", "configuration"]
+
+MAX_HEAD_DIM = 256
+_SHORTEST_SEGMENT = 8  # chunks: below, what joins the segments costs more than it saves
+_FEWEST_SEGMENTS = 4  # in a row: with two, the extra pass takes as long as what it saves
+
+
+class Blocks(NamedTuple):
+    """How a kernel is compiled.
+
+    Attributes:
+        block_v: its slice of d_v.
+        warps: of a program.
+        stages: of its software pipeline.
+        flip: of a scan, whether what it holds is transposed, and multiplied from registers.
+    """
+
+    block_v: int
+    warps: int
+    stages: int
+    flip: bool = True
+
+
+class Configuration(NamedTuple):
+    """How the kernels are compiled for heads of one size.
+
+    Attributes:
+        block_k: d_k rounded up to a power of two.
+        prepare_warps: of the preparing kernel, which has no slices.
+        prepare_registers: a thread of it, at most; None for no limit.
+        scan: the forward scan.
+        reverse: the reverse scan.
+        gradients: the parallel gradients.
+    """
+
+    block_k: int
+    prepare_warps: int
+    prepare_registers: int | None
+    scan: Blocks
+    reverse: Blocks
+    gradients: Blocks
+
+
+def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
+    """The configuration for head sizes d_k, d_v and the dtype of v."""
+    block_k, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
+    if dtype == torch.float32:
+        scan = Blocks(min(block_v, 16 if block_k > 128 else 32), 4, 1)
+        return Configuration(block_k, 8, None, scan, scan, Blocks(min(block_v, 32), 8, 1))
+    if block_k > 128:
+        scan = Blocks(min(block_v, 64), 8, 2, flip=False)
+        return Configuration(block_k, 4, 128, scan, scan, Blocks(min(block_v, 64), 8, 2))
+    scan = Blocks(block_v, 4, 3) if block_v < 128 else Blocks(128, 8, 3)
+    return Configuration(block_k, 4, 128, scan, scan, Blocks(min(block_v, 64), 4, 2))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A batch, and how it is cut into chunks and segments.
+
+    Where B * G heads are far fewer than a device has multiprocessors, the scan over a long document is cut into
+    segments that run side by side. Their number follows from B, G and the device; where documents end does not matter.
+
+    Attributes:
+        batch: B.
+        seq_len: T, which may be symbolic.
+        num_documents: N when packed, else None.
+        heads: H.
+        groups: G.
+        key_dim: d_k.
+        value_dim: d_v.
+        dtype: of v.
+        device: of the tensors.
+        segment_length: tokens in a segment, rounded up to whole chunks; None for the rule.
+        normalize: whether q and k are L2-normalised.
+        gated: whether there is a decay.
+    """
+
+    batch: int
+    seq_len: int
+    num_documents: int | None
+    heads: int
+    groups: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    segment_length: int | None
+    normalize: bool
+    gated: bool
+
+    @property
+    def num_states(self) -> int:
+        """N, and B for a dense batch."""
+        return self.batch if self.num_documents is None else self.num_documents
+
+    @property
+    def num_chunks(self) -> int:
+        """Of all documents together; packed, an upper bound that needs no document's length."""
+        return self.batch * num_chunks(self.seq_len, self.num_documents)
+
+    @property
+    def slots(self) -> int:
+        """An upper bound on how many segments there are beyond the first of each document: free of T by the rule."""
+        if self.segment_length is not None:
+            return self.num_chunks // self._fixed_segment_chunks(self.segment_length)
+        blocks = configuration(self.key_dim, self.value_dim, self.dtype).scan
+        programs = self.groups * -(-self.value_dim // blocks.block_v)
+        segments = _num_multiprocessors(self.device) // programs
+        return segments if segments // self.batch >= _FEWEST_SEGMENTS else 0
+
+    @property
+    def segment_chunks(self) -> int:
+        """Chunks in a segment, the last of each document apart."""
+        if self.segment_length is not None:
+            return self._fixed_segment_chunks(self.segment_length)
+        if not self.slots:
+            return max(self.num_chunks, 1)
+        chunks = self.num_chunks // self.batch
+        return max(_SHORTEST_SEGMENT, -(-chunks // (self.slots // self.batch)))
+
+    @property
+    def scale_sizes(self) -> list[int]:
+        """What multiplies rows: writing, norms of keys and queries, decays since the chunk's start, to its end."""
+        keys, queries = self.num_chunks * CHUNK * self.groups, self.num_chunks * CHUNK * self.heads
+        normalize, gated = int(self.normalize), int(self.gated)
+        return [keys, keys * normalize, queries * normalize, keys * gated, keys * gated]
+
+    def saved_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what the forward leaves for the backward, beside its inputs other than v.
+
+        The inverses [M, G, C, C] and scores [M, H, C, C]; the errors D [B, T, G, d_v] and the states that enter each
+        chunk [M, G, d_v, d_k], in the dtype of v like those; the scales, flat, and the matrices of segments
+        [slots, G, d_k, d_k], in fp32.
+        """
+        chunks, groups, square = self.num_chunks, self.groups, (CHUNK, CHUNK)
+        return [
+            ((chunks, groups, *square), self.dtype),
+            ((chunks, self.heads, *square), self.dtype),
+            ((self.batch, self.seq_len, groups, self.value_dim), self.dtype),
+            ((chunks, groups, self.value_dim, self.key_dim), self.dtype),
+            ((sum(self.scale_sizes),), torch.float32),
+            ((self.slots, groups, self.key_dim, self.key_dim), torch.float32),
+        ]
+
+    @staticmethod
+    def _fixed_segment_chunks(segment_length: int) -> int:
+        return -(-segment_length // CHUNK)
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

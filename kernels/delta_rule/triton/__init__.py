@@ -1,0 +1,1 @@
+"""The delta rule in Triton: kernels, and the functions that launch them. Imported at the first call."""

@@ -1,0 +1,341 @@
+"""The chunked delta rule on CUDA: allocates, and launches the kernels, forward and backward.
+
+Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B unless packed).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from zoo.kernels.delta_rule.schedule import CHUNK, Blocks, Layout, configuration
+from zoo.kernels.delta_rule.triton.cuts import cut
+from zoo.kernels.delta_rule.triton.gradients import gradients_kernel
+from zoo.kernels.delta_rule.triton.prepare import prepare_kernel
+from zoo.kernels.delta_rule.triton.scan import chain_kernel, reverse_scan_kernel, scan_kernel
+from zoo.kernels.normalize import EPS
+
+_CHAIN_ROWS, _CHAIN_STEP = 16, 64
+
+
+class Saved(NamedTuple):
+    """What the forward leaves for the backward: see `Layout.saved_shapes`."""
+
+    inverse: Tensor
+    scores: Tensor
+    delta: Tensor
+    states: Tensor
+    scales: Tensor
+    transitions: Tensor
+
+
+def chunk_forward(
+    layout: Layout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    *,
+    save: bool,
+) -> tuple[Tensor, Tensor, Saved]:
+    """The chunked forward.
+
+    Args:
+        layout: of the batch.
+        q: [B, T, H, d_k].
+        k: [B, T, G, d_k].
+        v: [B, T, G, d_v].
+        beta: [B, T, G] fp32.
+        g: [B, T, G] fp32, or None.
+        initial_state: [N, G, d_k, d_v] fp32, or None.
+        cu_seqlens: [N + 1], or None.
+        scale: of the read.
+        save: whether a backward follows: without it `delta` and `states` are not written.
+
+    Returns:
+        o [B, T, H, d_v] in the dtype of v, the final state [N, G, d_k, d_v] fp32, and what the backward needs.
+    """
+    run = _Run(layout, q, k, beta, g, cu_seqlens)
+    v = rows(v)
+    saved = Saved(*(v.new_empty(shape, dtype=dtype) for shape, dtype in layout.saved_shapes()))
+    o = v.new_empty(layout.batch, layout.seq_len, layout.heads, layout.value_dim)
+    final_state = beta.new_empty(layout.num_states, layout.groups, layout.key_dim, layout.value_dim)
+    run.prepare(saved)
+    starts = None
+    if run.segmented:
+        offsets = run.segment_states()
+        run.scan(saved, v, scale, initial=initial_state, offsets=offsets)
+        starts = run.chain(initial_state, 1.0, offsets, saved.transitions, reverse=False)
+        initial_state = None
+    delta, states = (saved.delta, saved.states) if save else (None, None)
+    run.scan(saved, v, scale, initial=initial_state, starts=starts, o=o, final=final_state, delta=delta, states=states)
+    return o, final_state, saved
+
+
+def chunk_backward(
+    layout: Layout,
+    grad_o: Tensor,
+    grad_final_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: Saved,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `chunk_forward`.
+
+    Args:
+        layout: of the batch.
+        grad_o: [B, T, H, d_v].
+        grad_final_state: [N, G, d_k, d_v] fp32, or None for zero.
+        q: [B, T, H, d_k].
+        k: [B, T, G, d_k].
+        beta: [B, T, G] fp32.
+        g: [B, T, G] fp32, or None.
+        cu_seqlens: [N + 1], or None.
+        saved: by the forward.
+        scale: of the read.
+
+    Returns:
+        The gradients of q, k, v, beta, g (of size 0 if that is None), and the initial state [N, G, d_k, d_v].
+    """
+    if scale == 0:  # gradients are held in units of scale
+        scale, grad_o = 1.0, torch.zeros_like(grad_o)
+    run = _Run(layout, q, k, beta, g, cu_seqlens)
+    grad_o = grad_o.contiguous()
+    grad_v = torch.empty_like(saved.delta)
+    grad_states = torch.empty_like(saved.states)
+    grad_initial = beta.new_empty(layout.num_states, layout.groups, layout.key_dim, layout.value_dim)
+    ends = None
+    if run.segmented:
+        offsets = run.segment_states()
+        run.reverse(saved, grad_o, scale, final=grad_final_state, offsets=offsets)
+        ends = run.chain(grad_final_state, 1 / scale, offsets, saved.transitions, reverse=True)
+        grad_final_state = None
+    run.reverse(
+        saved, grad_o, scale, final=grad_final_state, ends=ends, v=grad_v, states=grad_states, initial=grad_initial
+    )
+    grad_q, grad_k, grad_beta, grad_g = run.gradients(saved, grad_o, grad_v, grad_states, scale)
+    return grad_q, grad_k, grad_v, grad_beta, beta.new_empty(0) if grad_g is None else grad_g, grad_initial
+
+
+class _Run:
+    """The launches over one batch."""
+
+    def __init__(
+        self, layout: Layout, q: Tensor, k: Tensor, beta: Tensor, g: Tensor | None, cu_seqlens: Tensor | None
+    ) -> None:
+        self.layout = layout
+        self.q, self.k = rows(q), rows(k)
+        self.beta, self.g = beta.contiguous(), None if g is None else g.contiguous()
+        self.strides = self.q.stride(1), self.k.stride(1)
+        self.cuts = cut(layout, None if cu_seqlens is None else cu_seqlens.contiguous())
+        self.segmented = self.cuts.num_segments > layout.num_states
+        self.configuration = configuration(layout.key_dim, layout.value_dim, layout.dtype)
+        self.repeat = layout.heads // layout.groups
+        self.sizes = {
+            "GROUPS": layout.groups,
+            "REPEAT": self.repeat,
+            "Q_ROW": self.q.stride(0),
+            "K_ROW": self.k.stride(0),
+            "KEY_DIM": layout.key_dim,
+            "BLOCK_K": self.configuration.block_k,
+            "CHUNK": CHUNK,
+        }
+
+    def prepare(self, saved: Saved) -> None:
+        prepare_kernel[(self.layout.num_chunks * self.layout.groups,)](
+            self.q,
+            self.k,
+            self.beta,
+            self.g,
+            saved.inverse,
+            saved.scores,
+            *self._scales(saved),
+            self.cuts.chunks,
+            self.layout.seq_len,
+            *self.strides,
+            **self.sizes,
+            NORMALIZE=self.layout.normalize,
+            EPS=EPS,
+            num_warps=self.configuration.prepare_warps,
+            maxnreg=self.configuration.prepare_registers,
+        )
+
+    def scan(
+        self,
+        saved: Saved,
+        v: Tensor,
+        scale: float,
+        *,
+        initial: Tensor | None,
+        starts: Tensor | None = None,
+        o: Tensor | None = None,
+        final: Tensor | None = None,
+        delta: Tensor | None = None,
+        states: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        blocks = self.configuration.scan
+        slices = triton.cdiv(self.layout.value_dim, blocks.block_v)
+        if offsets is not None:
+            slices += triton.cdiv(self.layout.key_dim, blocks.block_v)
+        scan_kernel[self._grid(slices)](
+            self.q,
+            self.k,
+            v,
+            saved.inverse,
+            saved.scores,
+            *self._scales(saved),
+            None if initial is None else initial.contiguous(),
+            starts,
+            o,
+            final,
+            states,
+            delta,
+            offsets,
+            None if offsets is None else saved.transitions,
+            *self._scan_numbers(),
+            scale,
+            *self.strides,
+            v.stride(1),
+            **self._compiled(blocks),
+            V_ROW=v.stride(0),
+            FLIP=blocks.flip,
+        )
+
+    def reverse(
+        self,
+        saved: Saved,
+        grad_o: Tensor,
+        scale: float,
+        *,
+        final: Tensor | None,
+        ends: Tensor | None = None,
+        v: Tensor | None = None,
+        states: Tensor | None = None,
+        initial: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        blocks = self.configuration.reverse
+        reverse_scan_kernel[self._grid(triton.cdiv(self.layout.value_dim, blocks.block_v))](
+            self.q,
+            self.k,
+            grad_o,
+            saved.inverse,
+            saved.scores,
+            *self._scales(saved),
+            None if final is None else final.contiguous(),
+            ends,
+            v,
+            initial,
+            states,
+            offsets,
+            *self._scan_numbers(),
+            scale,
+            1 / scale,
+            *self.strides,
+            **self._compiled(blocks),
+            FLIP=blocks.flip,
+        )
+
+    def segment_states(self) -> Tensor:
+        """[S, G, d_v, d_k] fp32, one for each segment."""
+        layout = self.layout
+        return self.beta.new_empty(self.cuts.num_segments, layout.groups, layout.value_dim, layout.key_dim)
+
+    def chain(
+        self, boundary: Tensor | None, unit: float, offsets: Tensor, transitions: Tensor, *, reverse: bool
+    ) -> Tensor:
+        """The state that enters each segment [S, G, d_v, d_k], or reversed the gradient of the one that leaves it."""
+        layout = self.layout
+        joined = torch.empty_like(offsets)
+        grid = (layout.num_states * layout.groups * triton.cdiv(layout.value_dim, _CHAIN_ROWS),)
+        chain_kernel[grid](
+            None if boundary is None else boundary.contiguous(),
+            unit,
+            offsets,
+            transitions,
+            joined,
+            self.cuts.first_segments,
+            self.cuts.num_segments // layout.num_states,
+            layout.groups,
+            layout.key_dim,
+            layout.value_dim,
+            self.configuration.block_k,
+            _CHAIN_ROWS,
+            _CHAIN_STEP,
+            reverse,
+        )
+        return joined
+
+    def gradients(
+        self, saved: Saved, grad_o: Tensor, grad_v: Tensor, grad_states: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        layout, blocks = self.layout, self.configuration.gradients
+        grad_q = self.q.new_empty(layout.batch, layout.seq_len, layout.heads, layout.key_dim)
+        grad_k = self.k.new_empty(layout.batch, layout.seq_len, layout.groups, layout.key_dim)
+        grad_beta = torch.empty_like(self.beta)
+        grad_g = None if self.g is None else torch.empty_like(self.g)
+        tma = layout.key_dim == self.configuration.block_k and layout.value_dim % blocks.block_v == 0
+        values, states = [grad_o, saved.delta, grad_v], [saved.states, grad_states]
+        if tma:
+            values = [_descriptor(x.flatten(0, 1).flatten(1), CHUNK, blocks.block_v) for x in values]
+            states = [_descriptor(x.flatten(0, 2), blocks.block_v, layout.key_dim) for x in states]
+        gradients_kernel[(layout.num_chunks * layout.groups,)](
+            self.q,
+            self.k,
+            self.beta,
+            self.g,
+            *self._scales(saved)[1:3],
+            *values,
+            *states,
+            grad_q,
+            grad_k,
+            grad_beta,
+            grad_g,
+            self.cuts.chunks,
+            layout.seq_len,
+            scale,
+            *self.strides,
+            **self._compiled(blocks),
+            TMA=tma,
+        )
+        return grad_q, grad_k, grad_beta, grad_g
+
+    def _grid(self, slices: int) -> tuple[int]:
+        return (self.cuts.num_segments * self.layout.groups * slices,)
+
+    def _scales(self, saved: Saved) -> list[Tensor | None]:
+        return [x if x.numel() else None for x in saved.scales.split(self.layout.scale_sizes)]
+
+    def _scan_numbers(self) -> tuple[Tensor | None, int, int]:
+        return self.cuts.segments, self.layout.seq_len, self.cuts.segment_chunks
+
+    def _compiled(self, blocks: Blocks) -> dict[str, Any]:
+        return {
+            **self.sizes,
+            "VALUE_DIM": self.layout.value_dim,
+            "BLOCK_V": blocks.block_v,
+            "STAGES": blocks.stages,
+            "num_warps": blocks.warps,
+        }
+
+
+def rows(x: Tensor) -> Tensor:
+    """[B, T, heads, d] -> [B * T, heads, d] with adjacent d: a view where there is one."""
+    x = x.reshape(-1, *x.shape[2:])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A contiguous matrix that the bulk copy engine reads by blocks of rows x columns."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])

@@ -1,0 +1,144 @@
+"""What the scans need of each chunk, parallel over chunks and heads: the inverse and the scores, 64 x 64 each.
+
+With k^ and q^ the keys and queries over their norms, if asked for, and E_ti the decay from token i to token t, it makes
+
+    inverse = (I + A)^-1,  A_ti = beta_i E_ti k^_t . k^_i  for i < t          scores_ti = E_ti q^_t . k_i  for i <= t
+
+and the numbers by which the scans multiply rows, for they read K and Q as given: how strongly each token is written,
+beta_i / |k_i|, the inverse norms, and the decay from the chunk's start to each token, and from there to its end.
+"""
+
+import triton
+import triton.language as tl
+
+from zoo.kernels.delta_rule.triton.cuts import chunk_rows
+
+
+@triton.jit
+def unit_lower_inverse(a, SIZE: tl.constexpr):
+    """(I + a)^-1 for strictly lower a [SIZE, SIZE] in float32: blocks of 2, 4, ..., merged by products.
+
+    tf32x3 products keep float32's accuracy.
+    """
+    index = tl.arange(0, SIZE)
+    apart = index[:, None] ^ index[None, :]
+    x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -a, 0.0))
+    for level in tl.static_range(1, 6):
+        y = tl.dot(tl.dot(x, a, input_precision="tf32x3"), x, input_precision="tf32x3")
+        x = tl.where((apart >> level) == 1, -y, x)
+    return x
+
+
+@triton.jit
+def unit_lower_inverse_half(a, SIZE: tl.constexpr):
+    """The same with float16 products, and one Newton step X + (I - X (I + a)) X that squares their error.
+
+    Without it they are 1e-2 off for beta = 2. In the residual a is the sum of two float16 numbers, and X is exact.
+    """
+    index = tl.arange(0, SIZE)
+    apart = index[:, None] ^ index[None, :]
+    high = a.to(tl.float16)
+    low = (a - high.to(tl.float32)).to(tl.float16)
+    x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -a, 0.0)).to(tl.float16)
+    for level in tl.static_range(1, 6):
+        y = tl.dot(tl.dot(x, high).to(tl.float16), x)
+        x = tl.where((apart >> level) == 1, (-y).to(tl.float16), x)
+    product = tl.dot(x, low, tl.dot(x, high))
+    residual = tl.where(apart == 0, 1.0, 0.0) - x.to(tl.float32) - product
+    return tl.dot(residual.to(tl.float16), x, x.to(tl.float32))
+
+
+@triton.jit
+def decay_matrix(total, SIZE: tl.constexpr):
+    """exp(total_t - total_i) for i <= t, else 0."""
+    index = tl.arange(0, SIZE)
+    return tl.exp(tl.where(index[:, None] >= index[None, :], total[:, None] - total[None, :], float("-inf")))
+
+
+@triton.jit
+def inverse_norm(x, EPS: tl.constexpr):
+    """1 / sqrt(|x|^2 + EPS) of each row."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) + EPS)
+
+
+@triton.jit(do_not_specialize=["seq_len"])
+def prepare_kernel(
+    q,
+    k,
+    beta,
+    g,
+    inverse,
+    scores,
+    write_scale,
+    key_norm,
+    query_norm,
+    decayed,
+    remaining,
+    chunks,
+    seq_len,
+    q_head,
+    k_head,
+    GROUPS: tl.constexpr,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    REPEAT: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """One program a chunk and key/value head."""
+    program = tl.program_id(0)
+    chunk = program // GROUPS
+    group = program - chunk * GROUPS
+    row, length = chunk_rows(chunk, chunks, seq_len, CHUNK)
+    if length <= 0:
+        return
+    token = tl.arange(0, CHUNK)
+    dim = tl.arange(0, BLOCK_K)
+    inside = token < length
+    tile = inside[:, None] & (dim < KEY_DIM)[None, :]
+    key = tl.load(k + row * K_ROW + group * k_head + token[:, None] * K_ROW + dim[None, :], mask=tile, other=0.0)
+    strength = tl.load(beta + (row + token) * GROUPS + group, mask=inside, other=0.0)
+    lower = token[:, None] >= token[None, :]
+    at = (chunk.to(tl.int64) * GROUPS + group) * CHUNK
+    column = strength
+    if NORMALIZE:
+        by_key = inverse_norm(key, EPS)
+        column *= by_key
+        tl.store(key_norm + at + token, by_key)
+    if g is not None:
+        total = tl.cumsum(tl.load(g + (row + token) * GROUPS + group, mask=inside, other=0.0))
+        decay = decay_matrix(total, CHUNK)
+        tl.store(decayed + at + token, tl.exp(total))
+        last = tl.sum(tl.where(token == CHUNK - 1, total, 0.0))
+        tl.store(remaining + at + token, tl.exp(last - total))
+    tl.store(write_scale + at + token, column)
+
+    square = token[:, None] * CHUNK + token[None, :]
+    for i in tl.static_range(REPEAT):
+        head = group * REPEAT + i
+        query = tl.load(q + row * Q_ROW + head * q_head + token[:, None] * Q_ROW + dim[None, :], mask=tile, other=0.0)
+        score = tl.where(lower, tl.dot(query, tl.trans(key), input_precision="tf32x3"), 0.0)
+        at_query = (chunk.to(tl.int64) * GROUPS * REPEAT + head) * CHUNK
+        if NORMALIZE:
+            by_query = inverse_norm(query, EPS)
+            score *= by_query[:, None]
+            tl.store(query_norm + at_query + token, by_query)
+        if g is not None:
+            score *= decay
+        tl.store(scores + at_query * CHUNK + square, score.to(scores.dtype.element_ty))
+
+    a = tl.where(lower, tl.dot(key, tl.trans(key), input_precision="tf32x3") * column[None, :], 0.0)
+    a = tl.where(token[:, None] == token[None, :], 0.0, a)
+    if NORMALIZE:
+        a *= by_key[:, None]
+    if g is not None:
+        a *= decay
+    if key.dtype == tl.float32:
+        x = unit_lower_inverse(a, CHUNK)
+    else:
+        x = unit_lower_inverse_half(a, CHUNK)
+    tl.store(inverse + at * CHUNK + square, x.to(inverse.dtype.element_ty))
