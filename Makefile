@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
+# In a process of their own: kernels are interpreted or compiled as they were imported.
+TRITON_TESTS := tests/kernels/test_delta_rule_triton.py
 
 .PHONY: help compare test check clean
 
@@ -21,6 +23,7 @@ compare: $(READY)  ## train and run every architecture, eager and compiled: tabl
 
 test: check  ## checks and tests
 	$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal --durations 8
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(TRITON_TESTS)
 
 check: $(READY)  ## lint, format, types, import order
 	$(VENV)/bin/ruff check

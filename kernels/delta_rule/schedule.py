@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from zoo.kernels.delta_rule.chunk import CHUNK, num_chunks
-
-__all__ = ["CHUNK", "MAX_HEAD_DIM", "Blocks", "Configuration", "Layout", "configuration"]
+__all__ = ["MAX_HEAD_DIM", "Blocks", "Configuration", "Layout", "configuration"]
 
 MAX_HEAD_DIM = 256
 _SHORTEST_SEGMENT = 8  # chunks: below, what joins the segments costs more than it saves
@@ -39,6 +37,7 @@ class Configuration(NamedTuple):
     """How the kernels are compiled for heads of one size.
 
     Attributes:
+        chunk: C.
         block_k: d_k rounded up to a power of two.
         prepare_warps: of the preparing kernel, which has no slices.
         prepare_registers: a thread of it, at most; None for no limit.
@@ -47,6 +46,7 @@ class Configuration(NamedTuple):
         gradients: the parallel gradients.
     """
 
+    chunk: int
     block_k: int
     prepare_warps: int
     prepare_registers: int | None
@@ -59,13 +59,15 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
     """The configuration for head sizes d_k, d_v and the dtype of v."""
     block_k, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
     if dtype == torch.float32:
-        scan = Blocks(min(block_v, 16 if block_k > 128 else 32), 4, 1)
-        return Configuration(block_k, 8, None, scan, scan, Blocks(min(block_v, 32), 8, 1))
+        # tf32x3 products hold each operand in two parts: with chunks of 64, wide heads would not fit shared memory.
+        chunk, widest = (32, 16) if block_k > 128 else (64, 32)
+        blocks = Blocks(min(block_v, widest), 4, 1)
+        return Configuration(chunk, block_k, 4, None, blocks, blocks, blocks._replace(warps=8))
     if block_k > 128:
         scan = Blocks(min(block_v, 64), 8, 2, flip=False)
-        return Configuration(block_k, 4, 128, scan, scan, Blocks(min(block_v, 64), 8, 2))
+        return Configuration(64, block_k, 4, 128, scan, scan, Blocks(min(block_v, 64), 8, 2))
     scan = Blocks(block_v, 4, 3) if block_v < 128 else Blocks(128, 8, 3)
-    return Configuration(block_k, 4, 128, scan, scan, Blocks(min(block_v, 64), 4, 2))
+    return Configuration(64, block_k, 4, 128, scan, scan, Blocks(min(block_v, 64), 4, 2))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +106,11 @@ class Layout:
     gated: bool
 
     @property
+    def chunk(self) -> int:
+        """C."""
+        return configuration(self.key_dim, self.value_dim, self.dtype).chunk
+
+    @property
     def num_states(self) -> int:
         """N, and B for a dense batch."""
         return self.batch if self.num_documents is None else self.num_documents
@@ -111,7 +118,8 @@ class Layout:
     @property
     def num_chunks(self) -> int:
         """Of all documents together; packed, an upper bound that needs no document's length."""
-        return self.batch * num_chunks(self.seq_len, self.num_documents)
+        rounding = (self.chunk - 1) * (1 if self.num_documents is None else self.num_documents)
+        return self.batch * ((self.seq_len + rounding) // self.chunk)
 
     @property
     def slots(self) -> int:
@@ -136,7 +144,7 @@ class Layout:
     @property
     def scale_sizes(self) -> list[int]:
         """What multiplies rows: writing, norms of keys and queries, decays since the chunk's start, to its end."""
-        keys, queries = self.num_chunks * CHUNK * self.groups, self.num_chunks * CHUNK * self.heads
+        keys, queries = self.num_chunks * self.chunk * self.groups, self.num_chunks * self.chunk * self.heads
         normalize, gated = int(self.normalize), int(self.gated)
         return [keys, keys * normalize, queries * normalize, keys * gated, keys * gated]
 
@@ -147,7 +155,7 @@ class Layout:
         chunk [M, G, d_v, d_k], in the dtype of v like those; the scales, flat, and the matrices of segments
         [slots, G, d_k, d_k], in fp32.
         """
-        chunks, groups, square = self.num_chunks, self.groups, (CHUNK, CHUNK)
+        chunks, groups, square = self.num_chunks, self.groups, (self.chunk, self.chunk)
         return [
             ((chunks, groups, *square), self.dtype),
             ((chunks, self.heads, *square), self.dtype),
@@ -157,9 +165,8 @@ class Layout:
             ((self.slots, groups, self.key_dim, self.key_dim), torch.float32),
         ]
 
-    @staticmethod
-    def _fixed_segment_chunks(segment_length: int) -> int:
-        return -(-segment_length // CHUNK)
+    def _fixed_segment_chunks(self, segment_length: int) -> int:
+        return -(-segment_length // self.chunk)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

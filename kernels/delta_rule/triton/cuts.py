@@ -1,4 +1,4 @@
-"""Documents cut into segments, and segments into chunks of 64 tokens: what the programs of each kernel walk over.
+"""Documents cut into segments, and segments into chunks: what the programs of each kernel walk over.
 
 A document is a row of the batch, or a piece of a packed row. Chunks and segments never cross one. A dense batch is cut
 by arithmetic; for packed sequences one small kernel writes tables whose sizes do not depend on where documents end, so
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.kernels.delta_rule.schedule import CHUNK, Layout
+from zoo.kernels.delta_rule.schedule import Layout
 
 _BLOCK = 256
 
@@ -54,7 +54,7 @@ def cut(layout: Layout, cu_seqlens: Tensor | None) -> Cuts:
     segments = documents if chunks <= length else chunks // length + documents
     tables = torch.empty(chunks * 2 + segments * 5 + documents + 1, dtype=torch.int32, device=cu_seqlens.device)
     views = tables.split([chunks * 2, segments * 5, documents + 1])
-    _cut_kernel[(documents,)](cu_seqlens, *views, documents, chunks, segments, length, CHUNK, _BLOCK)
+    _cut_kernel[(documents,)](cu_seqlens, *views, documents, chunks, segments, length, layout.chunk, _BLOCK)
     return Cuts(segments, length, *views)
 
 

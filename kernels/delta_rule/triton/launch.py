@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zoo.kernels.delta_rule.schedule import CHUNK, Blocks, Layout, configuration
+from zoo.kernels.delta_rule.schedule import Blocks, Layout, configuration
 from zoo.kernels.delta_rule.triton.cuts import cut
 from zoo.kernels.delta_rule.triton.gradients import gradients_kernel
 from zoo.kernels.delta_rule.triton.prepare import prepare_kernel
@@ -148,7 +148,7 @@ class _Run:
             "K_ROW": self.k.stride(0),
             "KEY_DIM": layout.key_dim,
             "BLOCK_K": self.configuration.block_k,
-            "CHUNK": CHUNK,
+            "CHUNK": layout.chunk,
         }
 
     def prepare(self, saved: Saved) -> None:
@@ -166,6 +166,7 @@ class _Run:
             **self.sizes,
             NORMALIZE=self.layout.normalize,
             EPS=EPS,
+            LEVELS=self.layout.chunk.bit_length() - 1,
             num_warps=self.configuration.prepare_warps,
             maxnreg=self.configuration.prepare_registers,
         )
@@ -288,7 +289,7 @@ class _Run:
         tma = layout.key_dim == self.configuration.block_k and layout.value_dim % blocks.block_v == 0
         values, states = [grad_o, saved.delta, grad_v], [saved.states, grad_states]
         if tma:
-            values = [_descriptor(x.flatten(0, 1).flatten(1), CHUNK, blocks.block_v) for x in values]
+            values = [_descriptor(x.flatten(0, 1).flatten(1), layout.chunk, blocks.block_v) for x in values]
             states = [_descriptor(x.flatten(0, 2), blocks.block_v, layout.key_dim) for x in states]
         gradients_kernel[(layout.num_chunks * layout.groups,)](
             self.q,

@@ -1,4 +1,4 @@
-"""What the scans need of each chunk, parallel over chunks and heads: the inverse and the scores, 64 x 64 each.
+"""What the scans need of each chunk, parallel over chunks and heads: the inverse and the scores, [C, C] each.
 
 With k^ and q^ the keys and queries over their norms, if asked for, and E_ti the decay from token i to token t, it makes
 
@@ -15,22 +15,22 @@ from zoo.kernels.delta_rule.triton.cuts import chunk_rows
 
 
 @triton.jit
-def unit_lower_inverse(a, SIZE: tl.constexpr):
-    """(I + a)^-1 for strictly lower a [SIZE, SIZE] in float32: blocks of 2, 4, ..., merged by products.
+def unit_lower_inverse(a, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+    """(I + a)^-1 for strictly lower a in float32, SIZE = 2^LEVELS: blocks of 2, 4, ..., merged by products.
 
     tf32x3 products keep float32's accuracy.
     """
     index = tl.arange(0, SIZE)
     apart = index[:, None] ^ index[None, :]
     x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -a, 0.0))
-    for level in tl.static_range(1, 6):
+    for level in tl.static_range(1, LEVELS):
         y = tl.dot(tl.dot(x, a, input_precision="tf32x3"), x, input_precision="tf32x3")
         x = tl.where((apart >> level) == 1, -y, x)
     return x
 
 
 @triton.jit
-def unit_lower_inverse_half(a, SIZE: tl.constexpr):
+def unit_lower_inverse_half(a, SIZE: tl.constexpr, LEVELS: tl.constexpr):
     """The same with float16 products, and one Newton step X + (I - X (I + a)) X that squares their error.
 
     Without it they are 1e-2 off for beta = 2. In the residual a is the sum of two float16 numbers, and X is exact.
@@ -40,7 +40,7 @@ def unit_lower_inverse_half(a, SIZE: tl.constexpr):
     high = a.to(tl.float16)
     low = (a - high.to(tl.float32)).to(tl.float16)
     x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -a, 0.0)).to(tl.float16)
-    for level in tl.static_range(1, 6):
+    for level in tl.static_range(1, LEVELS):
         y = tl.dot(tl.dot(x, high).to(tl.float16), x)
         x = tl.where((apart >> level) == 1, (-y).to(tl.float16), x)
     product = tl.dot(x, low, tl.dot(x, high))
@@ -85,6 +85,7 @@ def prepare_kernel(
     KEY_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
     REPEAT: tl.constexpr,
     NORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
@@ -138,7 +139,7 @@ def prepare_kernel(
     if g is not None:
         a *= decay
     if key.dtype == tl.float32:
-        x = unit_lower_inverse(a, CHUNK)
+        x = unit_lower_inverse(a, CHUNK, LEVELS)
     else:
-        x = unit_lower_inverse_half(a, CHUNK)
+        x = unit_lower_inverse_half(a, CHUNK, LEVELS)
     tl.store(inverse + at * CHUNK + square, x.to(inverse.dtype.element_ty))
