@@ -13,6 +13,7 @@ import torch
 __all__ = ["MAX_HEAD_DIM", "Blocks", "Configuration", "Layout", "configuration"]
 
 MAX_HEAD_DIM = 256
+_SHARED_MEMORY = 227 * 1024  # bytes that a program can have, on Hopper
 _SHORTEST_SEGMENT = 8  # chunks: below, what joins the segments costs more than it saves
 _FEWEST_SEGMENTS = 4  # in a row: with two, the extra pass takes as long as what it saves
 
@@ -55,19 +56,38 @@ class Configuration(NamedTuple):
     gradients: Blocks
 
 
-def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
-    """The configuration for head sizes d_k, d_v and the dtype of v."""
+def configuration(key_dim: int, value_dim: int, dtype: torch.dtype, repeat: int = 1) -> Configuration:
+    """The configuration for head sizes d_k and d_v, the dtype of v, and `repeat` query heads a key/value head."""
     block_k, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
     if dtype == torch.float32:
         # tf32x3 products hold each operand in two parts: with chunks of 64, wide heads would not fit shared memory.
         chunk, widest = (32, 16) if block_k > 128 else (64, 32)
         blocks = Blocks(min(block_v, widest), 4, 1)
         return Configuration(chunk, block_k, 4, None, blocks, blocks, blocks._replace(warps=8))
-    if block_k > 128:
-        scan = Blocks(min(block_v, 64), 8, 2, flip=False)
-        return Configuration(64, block_k, 4, 128, scan, scan, Blocks(min(block_v, 64), 8, 2))
-    scan = Blocks(block_v, 4, 3) if block_v < 128 else Blocks(128, 8, 3)
-    return Configuration(64, block_k, 4, 128, scan, scan, Blocks(min(block_v, 64), 4, 2))
+    flip = block_k <= 128
+    width = min(block_v, 128 if flip else 64)
+    chunk, half = 64, 2
+    of_keys, of_scores, of_values = (chunk * size * half for size in (block_k, chunk, width))
+    of_state = 0 if flip else block_k * width * half
+    blocks = Blocks(width, 4 if width < 128 and flip else 8, 0, flip)
+    scan = blocks._replace(
+        stages=_stages(of_keys + of_scores + of_values + repeat * (of_keys + of_scores), of_state + 2 * of_values)
+    )
+    reverse = blocks._replace(
+        stages=_stages(of_keys + of_scores + repeat * (of_keys + of_scores + of_values), of_state + of_values)
+    )
+    if not flip:
+        gradients = Blocks(min(block_v, 64), 8, 2)
+    elif block_k == 128:
+        gradients = Blocks(min(block_v, 64), 4, 2)
+    else:
+        gradients = Blocks(min(block_v, 32), 4, 3)
+    return Configuration(chunk, block_k, 4, 128, scan, reverse, gradients)
+
+
+def _stages(loaded: int, held: int) -> int:
+    """Stages of a scan, three at most, given the bytes that it loads for a chunk and those that it holds beside."""
+    return max(1, min(3, (_SHARED_MEMORY - held) // loaded))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -152,7 +152,8 @@ PACKED = {name: y[:1] for name, y in {"q": Q, "k": K, "v": V, "beta": BETA}.item
         ({"g": G.long()}, r"g: expected a floating-point dtype, got torch.int64"),
         ({"beta": BETA.to("meta")}, r"beta: expected the device of q, cpu, got meta"),
         ({"g": G.to("meta")}, r"g: expected the device of q, cpu, got meta"),
-        ({"impl": "triton"}, r"impl: expected one of 'auto', 'reference', 'torch' .*, got 'triton'"),
+        ({"impl": "cuda"}, r"impl: expected one of 'auto', 'reference', 'torch', 'triton', got 'cuda'"),
+        ({"impl": "triton"}, r"impl: 'triton' needs CUDA tensors, got cpu"),
         ({"cu_seqlens": torch.tensor([0, 7])}, r"cu_seqlens: .* B = 1, got B = 3"),
         (PACKED | {"cu_seqlens": torch.tensor([0])}, r"cu_seqlens: expected \[N \+ 1\] .*, got \[1\]"),
         (
@@ -171,3 +172,9 @@ PACKED = {name: y[:1] for name, y in {"q": Q, "k": K, "v": V, "beta": BETA}.item
 def test_errors_name_the_argument(function: Callable[..., Any], change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         function(**{"q": Q, "k": K, "v": V, "beta": BETA} | change)
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+def test_segments_have_tokens(impl: str) -> None:
+    with pytest.raises(ValueError, match=r"^segment_length: expected at least 1, or None, got 0$"):
+        chunk_delta_rule(Q, K, V, BETA, segment_length=0, impl=impl)

@@ -52,8 +52,8 @@ def cut(layout: Layout, cu_seqlens: Tensor | None) -> Cuts:
         return Cuts(layout.batch * triton.cdiv(chunks // layout.batch, length), length)
     documents = layout.num_states
     segments = documents if chunks <= length else chunks // length + documents
-    tables = torch.empty(chunks * 2 + segments * 5 + documents + 1, dtype=torch.int32, device=cu_seqlens.device)
-    views = tables.split([chunks * 2, segments * 5, documents + 1])
+    sizes = [-(-size // 4) * 4 for size in (chunks * 2, segments * 5, documents + 1)]  # each aligned alike
+    views = torch.empty(sum(sizes), dtype=torch.int32, device=cu_seqlens.device).split(sizes)
     _cut_kernel[(documents,)](cu_seqlens, *views, documents, chunks, segments, length, layout.chunk, _BLOCK)
     return Cuts(segments, length, *views)
 

@@ -231,5 +231,5 @@ def gradients_kernel(
     tl.store(grad_beta + place, grad_strength, mask=inside)
     if g is not None:
         grad_total += along - 2 * strength * grad_strength
-        grad_total += tl.where(token == CHUNK - 1, leaving, 0.0)
+        grad_total = tl.where(inside, grad_total, 0.0) + tl.where(token == CHUNK - 1, leaving, 0.0)
         tl.store(grad_g + place, tl.cumsum(grad_total, reverse=True), mask=inside)

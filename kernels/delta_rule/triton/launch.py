@@ -111,6 +111,8 @@ def chunk_backward(
         scale, grad_o = 1.0, torch.zeros_like(grad_o)
     run = _Run(layout, q, k, beta, g, cu_seqlens)
     grad_o = grad_o.contiguous()
+    if grad_o.data_ptr() % 16:  # as the bulk copy engine needs
+        grad_o = grad_o.clone()
     grad_v = torch.empty_like(saved.delta)
     grad_states = torch.empty_like(saved.states)
     grad_initial = beta.new_empty(layout.num_states, layout.groups, layout.key_dim, layout.value_dim)
@@ -139,11 +141,11 @@ class _Run:
         self.strides = self.q.stride(1), self.k.stride(1)
         self.cuts = cut(layout, None if cu_seqlens is None else cu_seqlens.contiguous())
         self.segmented = self.cuts.num_segments > layout.num_states
-        self.configuration = configuration(layout.key_dim, layout.value_dim, layout.dtype)
-        self.repeat = layout.heads // layout.groups
+        repeat = layout.heads // layout.groups
+        self.configuration = configuration(layout.key_dim, layout.value_dim, layout.dtype, repeat)
         self.sizes = {
             "GROUPS": layout.groups,
-            "REPEAT": self.repeat,
+            "REPEAT": repeat,
             "Q_ROW": self.q.stride(0),
             "K_ROW": self.k.stride(0),
             "KEY_DIM": layout.key_dim,
@@ -332,9 +334,10 @@ class _Run:
 
 
 def rows(x: Tensor) -> Tensor:
-    """[B, T, heads, d] -> [B * T, heads, d] with adjacent d: a view where there is one."""
-    x = x.reshape(-1, *x.shape[2:])
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """[B, T, heads, d] -> [B * T, heads, d] with adjacent d: a view where there is one whose strides are free of T."""
+    if x.shape[1] == 1 or x.stride(-1) != 1:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

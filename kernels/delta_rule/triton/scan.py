@@ -148,8 +148,8 @@ def scan_kernel(
         state = tl.load(starts + at_segment * VALUE_DIM * KEY_DIM + transposed, mask=state_tile, other=0.0)
         known = False
     if initial is not None:
-        place = initial + (at_document * KEY_DIM + along_key) * VALUE_DIM + along_value
-        state += tl.load(place, mask=state_tile & known, other=0.0)
+        boundary = initial + (at_document * KEY_DIM + along_key) * VALUE_DIM + along_value
+        state += tl.load(boundary, mask=state_tile & known, other=0.0)
     if SUMMARY:
         state += tl.where(_of_columns(identity_dim, FLIP) == along_key, 1.0, 0.0)
 
@@ -292,8 +292,8 @@ def reverse_scan_kernel(
         grad = tl.load(ends + at_segment * VALUE_DIM * KEY_DIM + transposed, mask=state_tile, other=0.0)
         known = False
     if grad_final is not None:
-        place = grad_final + (at_document * KEY_DIM + along_key) * VALUE_DIM + along_value
-        grad += tl.load(place, mask=state_tile & known, other=0.0) * unit
+        boundary = grad_final + (at_document * KEY_DIM + along_key) * VALUE_DIM + along_value
+        grad += tl.load(boundary, mask=state_tile & known, other=0.0) * unit
 
     final_chunk = tl.maximum(count - 1, 0)
     row += final_chunk * CHUNK
@@ -401,8 +401,8 @@ def chain_kernel(
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     if boundary is not None:
         at_document = document.to(tl.int64) * GROUPS + group
-        place = boundary + (at_document * KEY_DIM + key_dim[None, :]) * VALUE_DIM + value_dim[:, None]
-        state = tl.load(place, mask=tile, other=0.0) * unit
+        boundary += (at_document * KEY_DIM + key_dim[None, :]) * VALUE_DIM + value_dim[:, None]
+        state = tl.load(boundary, mask=tile, other=0.0) * unit
     direction = 1
     segment = begin.to(tl.int64)
     if REVERSE:

@@ -1,0 +1,347 @@
+"""What stands in front of the delta rule in a DeltaNet layer, on one CUDA GPU: convolution, SiLU, L2 norm, sigmoid.
+
+    python benchmarks/feature_maps_gpu.py --out results        # dense and packed; writes feature_maps_GPU.json
+    python benchmarks/feature_maps_gpu.py dense --out results  # one of them; the file keeps the other
+
+From the output of the layer's projection [B, T, 3 H D + H] to q, k, v [B, T, H, D] and beta [B, T, H], forward and with
+the backward: the mixer's own plain PyTorch, compiled, without its L2 norm (as if the kernel normalised), and eager; and
+FLA's Triton kernels where flash-linear-attention is installed. Then the same followed by the delta rule, with the norm
+compiled in front of the kernel and inside it.
+
+Shapes: B batch, T tokens, H heads, D head dimension, C = 3 H D channels, K taps.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from zoo import components
+from zoo.files import require_writable, write_whole
+from zoo.kernels.delta_rule import chunk_delta_rule
+from zoo.kernels.normalize import l2_normalize
+from zoo.machine import describe
+from zoo.mixers.context import Context
+from zoo.mixers.delta_net import DeltaNet
+
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+WIDTH, HEADS, HEAD_DIM = 1024, 8, 128
+SHAPES = {"dense": (16, 2048), "packed": (1, 32768)}
+DOCUMENT = 1000
+TOLERANCE = 2e-2
+QUANTILES = (0.5, 0.2, 0.8)
+
+Call = Callable[[], tuple[Tensor, ...]]
+"""Computes the outputs that have an upstream gradient."""
+
+
+class Case:
+    """One batch: what every variant starts from, and the gradients that come back.
+
+    Args:
+        name: "dense" or "packed".
+    """
+
+    def __init__(self, name: str) -> None:
+        self.batch, self.length = SHAPES[name]
+        torch.manual_seed(0)
+        self.layers = {norm: make_layer(norm) for norm in ("l2", "none")}
+        self.layers["none"].load_state_dict(self.layers["l2"].state_dict())
+        shape = self.batch, self.length
+        self.projected = torch.randn(*shape, sum(self.layers["l2"].widths), device=DEVICE, dtype=DTYPE)
+        self.projected.requires_grad_()
+        self.cu_seqlens = document_ends(self.length) if name == "packed" else None
+        tokens = torch.empty(shape, device=DEVICE, dtype=torch.long)
+        self.context = Context.from_tokens(tokens, self.cu_seqlens)
+        heads = *shape, HEADS, HEAD_DIM
+        self.gradients = [torch.randn(heads, device=DEVICE, dtype=DTYPE) for _ in range(3)]
+        self.gradients.append(torch.randn(heads[:3], device=DEVICE))
+
+    @property
+    def floors(self) -> dict[str, int]:
+        """Bytes: each input read once, each output written once; the backward reads the projection again."""
+        projected, weight = self.projected.nbytes, taps(self.layers["l2"]).nbytes
+        forward = projected + weight + sum(x.nbytes for x in self.gradients)
+        return {"forward": forward, "forward_backward": 2 * forward + projected + weight}
+
+
+def make_layer(norm: str) -> DeltaNet:
+    """A DeltaNet layer of the width, whose q and k are normalised that way."""
+    options = {"name": "delta_net", "num_heads": HEADS, "head_dim": HEAD_DIM, "qk_norm": norm}
+    layer = components.make("mixer", components.resolve("mixer", options, WIDTH), WIDTH)
+    return cast(DeltaNet, layer.to(DEVICE, DTYPE))
+
+
+def taps(layer: DeltaNet) -> Tensor:
+    """The weight of its convolution [K, C]."""
+    assert layer.conv is not None, "the default has one"
+    return layer.conv.weight
+
+
+def document_ends(length: int) -> Tensor:
+    """[N + 1] int32: documents of 500 to 1500 tokens."""
+    sizes = torch.randint(DOCUMENT // 2, 3 * DOCUMENT // 2, (2 * length // DOCUMENT,))
+    ends = sizes.cumsum(0)
+    inner = ends[ends < length - DOCUMENT // 2].tolist()
+    return torch.tensor([0, *inner, length], device=DEVICE, dtype=torch.int32)
+
+
+def features(layer: DeltaNet, context: Context, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The mixer's own: q, k, v, beta."""
+    qkv, beta, *_ = projected.split(layer.widths, -1)
+    q, k, v, _ = layer._features(qkv, context, None)
+    return q, k, v, layer.beta(beta)
+
+
+def mix(layer: DeltaNet, context: Context, qk_l2norm: bool, projected: Tensor) -> tuple[Tensor]:
+    """The features and the delta rule."""
+    q, k, v, beta = features(layer, context, projected)
+    return (chunk_delta_rule(q, k, v, beta, cu_seqlens=context.cu_seqlens, qk_l2norm=qk_l2norm)[0],)
+
+
+def fla_features(weights: list[Tensor], cu_seqlens: Tensor | None, parts: list[Tensor]) -> tuple[Tensor, ...]:
+    """FLA's kernels on q, k, v and the logits of beta, with weights [H D, K] of each."""
+    convolve = import_module("fla.modules.causal_conv1d").causal_conv1d
+    normalize = import_module("fla.modules.norm.l2norm").l2norm
+    *qkv, beta = parts
+    q, k, v = (
+        convolve(x, weight=weight, activation="silu", cu_seqlens=cu_seqlens)[0].unflatten(-1, (HEADS, HEAD_DIM))
+        for x, weight in zip(qkv, weights, strict=True)
+    )
+    return normalize(q), normalize(k), v, beta.float().sigmoid()
+
+
+def from_projection(weights: list[Tensor], cu_seqlens: Tensor | None, projected: Tensor) -> tuple[Tensor, ...]:
+    """`fla_features` of the fused projection, whose backward has to join four gradients."""
+    parts = projected.split([HEADS * HEAD_DIM] * 3 + [HEADS], -1)
+    return fla_features(weights, cu_seqlens, list(parts))
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """By Inductor, in one graph, for these shapes alone."""
+    torch.compiler.reset()  # else the variants, which share their code, are recompiled for dynamic shapes
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def forward(call: Call) -> tuple[Tensor, ...]:
+    """Without gradients."""
+    with torch.no_grad():
+        return call()
+
+
+def forward_backward(call: Call, leaves: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of the leaves."""
+    return torch.autograd.grad(call(), leaves, gradients)
+
+
+def times(call: Call, leaves: list[Tensor], gradients: list[Tensor], floors: dict[str, int]) -> dict[str, Any]:
+    """Milliseconds of a call, the host included, and of its CUDA graph; terabytes of the floor a second."""
+    from triton.testing import do_bench
+
+    steps = {"forward": partial(forward, call), "forward_backward": partial(forward_backward, call, leaves, gradients)}
+    found: dict[str, Any] = {}
+    for name, step in steps.items():
+        marks: Any = do_bench(step, warmup=15, rep=60, quantiles=QUANTILES)
+        row: dict[str, Any] = dict(zip(("ms", "p20_ms", "p80_ms"), (round(mark, 4) for mark in marks), strict=True))
+        row["gpu_ms"] = graph_ms(step)
+        if floors:
+            row["floor_bytes"] = floors[name]
+            row["tb_per_s"] = round(floors[name] / row["ms"] / 1e9, 3)
+            row["gpu_tb_per_s"] = None if row["gpu_ms"] is None else round(floors[name] / row["gpu_ms"] / 1e9, 3)
+        found[name] = row
+    return found
+
+
+def graph_ms(step: Callable[[], Any]) -> float | None:
+    """Median milliseconds of CUDA graph replays, or None where the step cannot be captured."""
+    from triton.testing import do_bench_cudagraph
+
+    try:
+        elapsed: Any = do_bench_cudagraph(step, rep=50, return_mode="median")
+    except RuntimeError as error:
+        print(f"no CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        torch.cuda.synchronize()
+        return None
+    return round(elapsed, 4)
+
+
+def show(label: str, found: dict[str, Any]) -> None:
+    """A line of the table for each step."""
+    for name, row in found.items():
+        keys = ("ms", "gpu_ms", "tb_per_s", "gpu_tb_per_s")
+        cells = ["-" if row.get(key) is None else f"{row[key]:.3f}" for key in keys]
+        print(f"{label:<30}{name:<18}" + "".join(f"{cell:>12}" for cell in cells), flush=True)
+
+
+def require_close(label: str, actual: list[Tensor], expected: list[Tensor], names: list[str]) -> dict[str, float]:
+    """The relative errors.
+
+    Raises:
+        RuntimeError: one is above the tolerance, or not a number.
+    """
+    errors = {
+        name: ((a.double() - e.double()).norm() / e.double().norm()).item()
+        for name, a, e in zip(names, actual, expected, strict=True)
+    }
+    if not all(error < TOLERANCE for error in errors.values()):
+        raise RuntimeError(f"{label}: relative errors above {TOLERANCE}: {errors}")
+    return {name: float(f"{error:.2e}") for name, error in errors.items()}
+
+
+def normalized(call: Call) -> Call:
+    """The call, then the L2 norm of q and k, for checking a variant that leaves it to the kernel."""
+
+    def finished() -> tuple[Tensor, ...]:
+        q, k, *rest = call()
+        return l2_normalize(q), l2_normalize(k), *rest
+
+    return finished
+
+
+def float32_reference(case: Case) -> list[Tensor]:
+    """The layer in eager float32: q, k, v, beta, and the gradients of the projection and the weight."""
+    layer = deepcopy(case.layers["l2"]).float()
+    projected = case.projected.detach().float().requires_grad_()
+    outputs = features(layer, case.context, projected)
+    found = torch.autograd.grad(outputs, [projected, taps(layer)], [x.float() for x in case.gradients])
+    return [*(x.detach() for x in outputs), *found]
+
+
+def run_front(case: Case) -> dict[str, Any]:
+    """Each variant of what stands in front of the rule: checked against float32, then timed."""
+    expected = float32_reference(case)
+    names = ["q", "k", "v", "beta", "dprojected", "dweight"]
+    result: dict[str, Any] = {}
+
+    def add(label: str, call: Call, leaves: list[Tensor], check: Call) -> None:
+        actual = [*forward(check), *join(forward_backward(check, leaves, case.gradients))]
+        found = times(call, leaves, case.gradients, case.floors)
+        show(label, found)
+        result[label] = found | {"errors": require_close(label, actual, expected, names)}
+
+    variants = {"inductor": ("l2", compiled), "inductor_without_norm": ("none", compiled), "eager": ("l2", lambda f: f)}
+    for label, (norm, wrap) in variants.items():
+        layer = case.layers[norm]
+        call = partial(wrap(partial(features, layer, case.context)), case.projected)
+        check = call if norm == "l2" else normalized(call)
+        add(label, call, [case.projected, taps(layer)], check)
+
+    for label, call, leaves in fla_variants(case):
+        add(label, call, leaves, call)
+    return result
+
+
+def fla_variants(case: Case) -> list[tuple[str, Call, list[Tensor]]]:
+    """FLA's kernels behind the fused projection, and on inputs of their own, as its layer has three projections."""
+    try:
+        import_module("fla.modules.causal_conv1d")
+    except ImportError:
+        return []
+    thirds = taps(case.layers["l2"]).detach().flip(0).T.split(HEADS * HEAD_DIM)
+    weights = [weight.contiguous().requires_grad_() for weight in thirds]
+    cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.long()
+    split = case.projected.detach().split([HEADS * HEAD_DIM] * 3 + [HEADS], -1)
+    parts = [x.contiguous().requires_grad_() for x in split]
+    return [
+        ("fla", partial(from_projection, weights, cu_seqlens, case.projected), [case.projected, *weights]),
+        ("fla_three_projections", partial(fla_features, weights, cu_seqlens, parts), [*parts, *weights]),
+    ]
+
+
+def join(gradients: tuple[Tensor, ...]) -> list[Tensor]:
+    """Those of the projection or its parts, and of the weight or FLA's three, as the layer has them."""
+    if len(gradients) == 2:
+        return list(gradients)
+    return [torch.cat(gradients[:-3], -1), torch.cat(gradients[-3:]).T.flip(0)]
+
+
+def run_mixer(case: Case) -> dict[str, Any]:
+    """The features and the rule compiled together, the norm in front of the kernel and inside it."""
+    gradient = [case.gradients[2]]
+    found: dict[str, list[Tensor]] = {}
+    result: dict[str, Any] = {}
+    for label, norm in (("norm_in_front", "l2"), ("norm_in_kernel", "none")):
+        layer = case.layers[norm]
+        call = partial(compiled(partial(mix, layer, case.context, norm == "none")), case.projected)
+        leaves = [case.projected, taps(layer)]
+        found[label] = [*forward(call), *forward_backward(call, leaves, gradient)]
+        result[label] = times(call, leaves, gradient, {})
+        show(f"with the rule, {label}", result[label])
+    names = ["o", "dprojected", "dweight"]
+    in_front, in_kernel = found.values()
+    result["differences"] = require_close("the norm in the kernel or in front of it", in_kernel, in_front, names)
+    return result
+
+
+def previous(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
+    """The cases in a file of the same machine, versions and commit."""
+    if not path.exists():
+        return {}
+    result = json.loads(path.read_text())
+    if all(result["machine"][key] == machine[key] for key in ("device", "torch", "triton", "commit")):
+        return {name: case for name, case in result.items() if name in SHAPES}
+    print(f"{path} is of another machine, version or commit: it will be replaced", file=sys.stderr, flush=True)
+    return {}
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"what to measure: {', '.join(SHAPES)}, by default all"
+    )
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the JSON (default: .)")
+    args = parser.parse_args()
+    if unknown := [name for name in args.cases if name not in SHAPES]:
+        parser.error(f"unknown case {unknown[0]!r}: expected some of {', '.join(SHAPES)}")
+    args.cases = [name for name in SHAPES if name in args.cases or not args.cases]
+    try:
+        require_writable(args.out)
+    except OSError as error:
+        parser.error(f"--out: cannot write there: {error}")
+    return args
+
+
+def main() -> None:
+    """Check, measure, print, write after each case."""
+    args = parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("feature_maps_gpu needs a CUDA GPU, and torch finds none here.")
+    machine = describe(DEVICE)
+    name = re.sub(r"[^a-z0-9]+", "_", machine["device"].lower().removeprefix("nvidia")).strip("_")
+    path = args.out / f"feature_maps_{name}.json"
+    try:
+        fla = version("flash-linear-attention")
+        import_module("fla.modules.causal_conv1d")
+    except (ImportError, PackageNotFoundError) as error:
+        fla = None
+        print(f"FLA cannot be imported ({error}): its rows are absent.", flush=True)
+    sizes = {"width": WIDTH, "H": HEADS, "D": HEAD_DIM, "dtype": "bfloat16"}
+    result: dict[str, Any] = {"machine": machine, "fla": fla} | sizes | previous(path, machine)
+    for name in args.cases:
+        begin = time.perf_counter()
+        case = Case(name)
+        print(f"\n{name}, B {case.batch} T {case.length}", flush=True)
+        print(" " * 48 + "".join(f"{head:>12}" for head in ("ms", "GPU ms", "TB/s", "GPU TB/s")), flush=True)
+        documents = None if case.cu_seqlens is None else len(case.cu_seqlens) - 1
+        result[name] = {"B": case.batch, "T": case.length, "documents": documents, "front": run_front(case)}
+        result[name]["with_rule"] = run_mixer(case)
+        write_whole(path, lambda temporary: temporary.write_text(json.dumps(result, indent=2) + "\n"))
+        print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
