@@ -22,15 +22,12 @@ from zoo.mixers.feature_maps import (
     StrengthKind,
     convolve,
     l1_normalize,
-    l2_normalize,
 )
 from zoo.mixers.heads import HeadOptions
 from zoo.mixers.norms import RMSNorm
 from zoo.mixers.options import AtLeast, Between, Component, OptionError, component
 
 __all__ = ["DeltaNet", "DeltaNetOptions"]
-
-_NORMS: dict[str, Callable[[Tensor], Tensor]] = {"l2": l2_normalize, "l1": l1_normalize, "none": lambda x: x}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +145,9 @@ class DeltaNet(Mixer):
         rule = recurrent_delta_rule if state is not None and x.shape[1] == 1 else chunk_delta_rule
         memory = None if state is None else state["memory"]
         g = None if self.decay is None else self.decay(decay)
-        o, memory = rule(q, k, v, self.beta(beta), g=g, initial_state=memory, cu_seqlens=context.cu_seqlens)
+        norm = self.options.qk_norm == "l2"
+        strength = self.beta(beta)
+        o, memory = rule(q, k, v, strength, g=g, initial_state=memory, cu_seqlens=context.cu_seqlens, qk_l2norm=norm)
         o = self.norm(o).flatten(-2)
         if self.options.output_gate:
             o = o * nn.functional.silu(gate)
@@ -157,9 +156,10 @@ class DeltaNet(Mixer):
     def _features(self, qkv: Tensor, context: Context, state: State | None) -> tuple[Tensor, Tensor, Tensor, State]:
         qkv, taps = convolve(self.conv, qkv, context, state)
         q, k, v = qkv.split(self.qkv_widths, -1)
-        norm = _NORMS[self.options.qk_norm]
-        q = norm(self.feature_map(q).unflatten(-1, (self.num_heads, self.d_k)))
-        k = norm(self.feature_map(k).unflatten(-1, (self.num_kv_heads, self.d_k)))
+        q = self.feature_map(q).unflatten(-1, (self.num_heads, self.d_k))
+        k = self.feature_map(k).unflatten(-1, (self.num_kv_heads, self.d_k))
+        if self.options.qk_norm == "l1":
+            q, k = l1_normalize(q), l1_normalize(k)
         return q, k, nn.functional.silu(v).unflatten(-1, (self.num_kv_heads, self.d_v)), taps
 
     def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:

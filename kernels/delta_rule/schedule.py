@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B 
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -56,14 +57,15 @@ class Configuration(NamedTuple):
     gradients: Blocks
 
 
+@cache
 def configuration(key_dim: int, value_dim: int, dtype: torch.dtype, repeat: int = 1) -> Configuration:
     """The configuration for head sizes d_k and d_v, the dtype of v, and `repeat` query heads a key/value head."""
     block_k, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
     if dtype == torch.float32:
-        # tf32x3 products hold each operand in two parts: with chunks of 64, wide heads would not fit shared memory.
-        chunk, widest = (32, 16) if block_k > 128 else (64, 32)
-        blocks = Blocks(min(block_v, widest), 4, 1)
-        return Configuration(chunk, block_k, 4, None, blocks, blocks, blocks._replace(warps=8))
+        # tf32x3 products hold each operand in two parts: chunks of 64 would not fit shared memory where heads are wide,
+        # and Triton 3.6 compiles their products, by wgmma, wrongly.
+        blocks = Blocks(min(block_v, 16 if block_k > 128 else 32), 4, 1)
+        return Configuration(32, block_k, 4, None, blocks, blocks, blocks)
     flip = block_k <= 128
     width = min(block_v, 128 if flip else 64)
     chunk, half = 64, 2

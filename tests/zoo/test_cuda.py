@@ -1,5 +1,7 @@
 """The models on a CUDA device: equal to the CPU, compiled as one graph."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,16 @@ from zoo import recipes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-TINY = [name for name in recipes.names() if name.endswith("-tiny")]
+GATED = "deltanet-tiny, gated"
+TINY = [*(name for name in recipes.names() if name.endswith("-tiny")), GATED]
+
+
+def build(recipe: str, **options: Any) -> zoo.LanguageModel:
+    """A recipe's model, or one with gated layers, one of them with shared heads of another size."""
+    if recipe != GATED:
+        return zoo.build(recipe, **options)
+    shared = "{name: gated_delta_net, num_heads: 4, head_dim: 32, num_kv_heads: 2, expand_v: 2}"
+    return zoo.build("deltanet-tiny", ["layers.1.mixer=gated_delta_net", f"layers.2.mixer={shared}"], **options)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -31,8 +42,8 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
 def test_cuda_eager_and_compiled_equal_the_cpu(recipe: str, packed: bool) -> None:
     torch.compiler.reset()
     counters.clear()
-    on_cpu = zoo.build(recipe, seed=0)
-    on_cuda = zoo.build(recipe).cuda()
+    on_cpu = build(recipe, seed=0)
+    on_cuda = build(recipe).cuda()
     on_cuda.load_state_dict(on_cpu.state_dict())
     tokens = torch.randint(256, (1, 333) if packed else (3, 161), generator=torch.Generator().manual_seed(0))
     cu_seqlens = torch.tensor([0, 1, 3, 70, 333], dtype=torch.int32) if packed else None
@@ -51,7 +62,7 @@ def test_cuda_eager_and_compiled_equal_the_cpu(recipe: str, packed: bool) -> Non
 
 @pytest.mark.parametrize("recipe", TINY)
 def test_decoding_in_pieces_equals_one_pass(recipe: str) -> None:
-    model = zoo.build(recipe, device="cuda", seed=0)
+    model = build(recipe, device="cuda", seed=0)
     tokens = torch.randint(256, (2, 80), device="cuda")
     state, pieces = model.init_state(2, 80), []
     with torch.no_grad():
