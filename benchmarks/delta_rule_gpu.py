@@ -37,6 +37,7 @@ from zoo.machine import describe
 DEVICE = torch.device("cuda")
 CHUNK = 64
 QUANTILES = (0.5, 0.2, 0.8)
+HARD_SHAPE = 2, 2048, 16  # B, T, H of the section on errors
 LENGTHS = [8192, 16384, 32768, 65536, 131072]
 
 # B, T, H, D: how many times as fast as FLA. GPU forward, GPU forward and backward, eager forward and backward.
@@ -88,7 +89,7 @@ def make_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, *, 
 
 def make_stateful(head_dim: int, keys: str, beta: float | None, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     """Hard inputs with an initial state: keys "random", "similar" (cosine 0.99) or "zero"; beta in (0, 2) if None."""
-    shape = 2, 2048, 16, head_dim
+    shape = *HARD_SHAPE, head_dim
     inputs = {name: x.detach() for name, x in make_inputs(shape, dtype).items()}
     generator = torch.Generator(DEVICE).manual_seed(1)
     draw = partial(torch.randn, generator=generator, device=DEVICE)
@@ -320,7 +321,7 @@ def errors() -> dict[str, Any]:
     if ratios:
         targets.append(verdict("error over FLA's", max(ratios), MAX_ERROR_RATIO, least=False))
     targets.append(verdict("finite cases", sum(row["finite"] for row in rows) / len(rows), 1.0, least=True))
-    return {"shape": "B 2 T 2048 H 4", "cases": rows, "float32": float32, "targets": targets}
+    return {"shape": "B {} T {} H {}".format(*HARD_SHAPE), "cases": rows, "float32": float32, "targets": targets}
 
 
 def lengths() -> dict[str, Any]:

@@ -22,13 +22,14 @@ def _layout(
     normalize: bool,
     segment_length: int | None,
 ) -> Layout:
+    heads, groups, key_dim, value_dim = map(int, (q.shape[2], k.shape[2], q.shape[3], value_dim))  # never symbolic
     return Layout(
         batch=q.shape[0],
         seq_len=q.shape[1],
         num_documents=None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        heads=q.shape[2],
-        groups=k.shape[2],
-        key_dim=q.shape[3],
+        heads=heads,
+        groups=groups,
+        key_dim=key_dim,
         value_dim=value_dim,
         dtype=k.dtype,
         device=k.device,
