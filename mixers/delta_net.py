@@ -135,6 +135,7 @@ class DeltaNet(Mixer):
         self.beta = Strength(options.beta, self.num_kv_heads)
         self.decay = Decay(self.num_kv_heads) if options.decays else None
         self.feature_map = feature_map()
+        self.conv_activates = self.conv is not None and options.feature_map.name == "silu"  # as values have SiLU too
         self.norm = RMSNorm(self.d_v)
         self.out_proj = nn.Linear(self.num_heads * self.d_v, dim, bias=False)
 
@@ -154,13 +155,15 @@ class DeltaNet(Mixer):
         return self.out_proj(o), None if state is None else {"memory": memory.to(state["memory"].dtype)} | taps
 
     def _features(self, qkv: Tensor, context: Context, state: State | None) -> tuple[Tensor, Tensor, Tensor, State]:
-        qkv, taps = convolve(self.conv, qkv, context, state)
+        qkv, taps = convolve(self.conv, qkv, context, state, "silu" if self.conv_activates else None)
         q, k, v = qkv.split(self.qkv_widths, -1)
-        q = self.feature_map(q).unflatten(-1, (self.num_heads, self.d_k))
-        k = self.feature_map(k).unflatten(-1, (self.num_kv_heads, self.d_k))
+        if not self.conv_activates:
+            q, k, v = self.feature_map(q), self.feature_map(k), nn.functional.silu(v)
+        q = q.unflatten(-1, (self.num_heads, self.d_k))
+        k = k.unflatten(-1, (self.num_kv_heads, self.d_k))
         if self.options.qk_norm == "l1":
             q, k = l1_normalize(q), l1_normalize(k)
-        return q, k, nn.functional.silu(v).unflatten(-1, (self.num_kv_heads, self.d_v)), taps
+        return q, k, v.unflatten(-1, (self.num_kv_heads, self.d_v)), taps
 
     def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:
         """``memory`` [B, G, d_k, d_v] fp32, and ``taps`` [B, K - 1, C] where there is a convolution."""

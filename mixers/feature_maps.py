@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zoo.kernels.normalize import l2_normalize
 from zoo.kernels.precision import precise
+from zoo.kernels.short_convolution import Activation, short_convolution
 from zoo.mixers.context import Context
 from zoo.mixers.norms import RMSNorm, StaticFloat
 from zoo.mixers.options import Between
@@ -112,9 +113,7 @@ class OnePlusELU(nn.Module):
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise causal convolution: y_t = bias + sum_{j < K} weight_j x_{t-j}, never across a document's start.
-
-    A sum of shifted products, which the compiler fuses with what stands around it.
+    """Depthwise causal convolution: see `short_convolution`.
 
     Args:
         channels: C.
@@ -134,32 +133,29 @@ class ShortConvolution(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, taps: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        taps: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Convolve.
 
         Args:
             x: [B, T, C].
             positions: [1, T] within each document when sequences are packed, else None.
             taps: [B, K - 1, C], the tokens before x; zeros if None.
+            activation: that follows; none if None.
 
         Returns:
             y [B, T, C] in the dtype of x, and the last K - 1 tokens [B, K - 1, C] for the next call, in that of taps.
         """
-        reach = self.weight.shape[0] - 1
-        past = x.new_zeros(x.shape[0], reach, x.shape[2]) if taps is None else taps.to(x.dtype)
-        padded = torch.cat([past, x], 1)
-        length = x.shape[1]
-        y = x * self.weight[0]
-        for lag in range(1, reach + 1):
-            shifted = padded[:, reach - lag : reach - lag + length]
-            if positions is not None:
-                shifted = torch.where((positions >= lag)[..., None], shifted, 0)
-            y = y + shifted * self.weight[lag]
-        if self.bias is not None:
-            y = y + self.bias
+        y = short_convolution(x, self.weight, self.bias, activation=activation, positions=positions, taps=taps)
+        past = self.new_taps(x.shape[0], x.device, x.dtype) if taps is None else taps
+        last = torch.cat([past, x.to(past.dtype)], 1)[:, x.shape[1] :]
         # A copy: a view would keep all of x alive, and with B = 1 have its strides.
-        last = padded[:, length:].to(x.dtype if taps is None else taps.dtype)
-        return y.to(x.dtype), last.clone(memory_format=torch.contiguous_format)
+        return y, last.clone(memory_format=torch.contiguous_format)
 
     def new_taps(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The taps before the first token, zeros [B, K - 1, C]."""
@@ -167,7 +163,11 @@ class ShortConvolution(nn.Module):
 
 
 def convolve(
-    convolution: ShortConvolution | None, x: Tensor, context: Context, state: dict[str, Tensor] | None
+    convolution: ShortConvolution | None,
+    x: Tensor,
+    context: Context,
+    state: dict[str, Tensor] | None,
+    activation: Activation | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A mixer's convolution, if it has one.
 
@@ -176,6 +176,7 @@ def convolve(
         x: [B, T, C].
         context: of the call.
         state: with ``taps`` if there is a convolution, or None.
+        activation: that follows a convolution; none if None.
 
     Returns:
         y [B, T, C], and the new ``taps`` if there is a convolution.
@@ -183,5 +184,5 @@ def convolve(
     if convolution is None:
         return x, {}
     positions = None if context.cu_seqlens is None else context.positions
-    y, taps = convolution(x, positions, None if state is None else state["taps"])
+    y, taps = convolution(x, positions, None if state is None else state["taps"], activation)
     return y, {"taps": taps}

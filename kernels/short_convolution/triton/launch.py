@@ -1,0 +1,92 @@
+"""The short convolution on CUDA: allocates, and launches the kernels, forward and backward.
+
+Shapes: B batch, T tokens, C channels, K taps.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from zoo.kernels.short_convolution.triton.kernels import backward_kernel, forward_kernel
+
+_ROWS, _STEP, _WARPS = 128, 4, 2
+
+
+def convolution_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor | None, *, silu: bool
+) -> Tensor:
+    """The convolution.
+
+    Args:
+        x: [B, T, C].
+        weight: [K, C].
+        bias: [C], or None.
+        positions: [1, T] within each document, with B = 1, or None.
+        silu: whether SiLU follows.
+
+    Returns:
+        y [B, T, C] in the dtype of x.
+    """
+    y = x.new_empty(x.shape)
+    grid, sizes = _schedule(x, weight)
+    rows = _rows(x)
+    inputs = rows, *(None if z is None else z.contiguous() for z in (weight, bias, positions))
+    forward_kernel[grid](*inputs, y, rows.shape[0], x.shape[1], X_ROW=rows.stride(0), SILU=silu, **sizes)
+    return y
+
+
+def convolution_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor | None, *, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `convolution_forward`.
+
+    Args:
+        grad_y: [B, T, C].
+        x: [B, T, C].
+        weight: [K, C].
+        bias: [C], or None.
+        positions: [1, T], or None.
+        silu: whether SiLU follows.
+
+    Returns:
+        The gradients of x, weight and bias (of size 0 if that is None), each in the dtype of its own.
+    """
+    taps, channels = weight.shape
+    grid, sizes = _schedule(x, weight)
+    rows = _rows(x)
+    runs = triton.cdiv(rows.shape[0], _ROWS)
+    grad_x = x.new_empty(x.shape)
+    partial = x.new_empty(runs, taps + (bias is not None), channels, dtype=torch.float32)
+    inputs = rows, *(None if z is None else z.contiguous() for z in (weight, bias, positions))
+    backward_kernel[grid](
+        grad_y.contiguous(),
+        *inputs,
+        grad_x,
+        partial,
+        rows.shape[0],
+        x.shape[1],
+        X_ROW=rows.stride(0),
+        SILU=silu,
+        **sizes,
+    )
+    grad_weight = partial[:, :taps].sum(0).to(weight.dtype)
+    grad_bias = weight.new_empty(0) if bias is None else partial[:, taps].sum(0).to(bias.dtype)
+    return grad_x, grad_weight, grad_bias
+
+
+def _schedule(x: Tensor, weight: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid and the compiled sizes: the more taps, the fewer channels a thread has."""
+    taps, channels = weight.shape
+    block = min(32 * _WARPS * (4 if taps <= 4 else 2 if taps <= 8 else 1), triton.next_power_of_2(channels))
+    grid = triton.cdiv(x.shape[0] * x.shape[1], _ROWS) * triton.cdiv(channels, block)
+    sizes = {"CHANNELS": channels, "TAPS": taps, "ROWS": _ROWS, "STEP": _STEP, "BLOCK": block, "num_warps": _WARPS}
+    return (grid,), sizes
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, T, C] -> [B * T, C] with adjacent channels: a view where there is one whose strides are free of T."""
+    if x.shape[1] == 1 or x.stride(-1) != 1:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.reshape(-1, x.shape[2])
