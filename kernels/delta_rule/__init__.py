@@ -19,6 +19,7 @@ from zoo.kernels.precision import precise_dtype
 
 __all__ = ["chunk_delta_rule", "recurrent_delta_rule"]
 
+_Form = Literal["reference", "torch", "triton"]
 _IMPLS = ("auto", "reference", "torch", "triton")
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HAS_TRITON = find_spec("triton") is not None
@@ -44,12 +45,13 @@ def chunk_delta_rule(
 
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
 
-    The layers of both papers L2-normalise q and k; here they are used as given unless `qk_l2norm`. Differentiable in q,
-    k, v, beta, g and initial_state, through both results. Half-precision inputs are computed in float32; q and k are
+    The layers of both papers L2-normalise q and k; here they are used as given unless `qk_l2norm`. In half precision
+    beta_t |k_t|^2 must not exceed 2, beyond which the rule itself diverges. Differentiable in q, k, v, beta, g and
+    initial_state, through both results. Half-precision inputs are computed in float32; q and k are
     cast to the dtype of v, beta, g and initial_state to the state's.
 
     Args:
-        q: [B, T, H, d_k] with T >= 1, floating point, any strides, like all the tensors here.
+        q: [B, T, H, d_k] with B and T >= 1, floating point, any strides, like all the tensors here.
         k: [B, T, G, d_k], G dividing H: query head h reads the state of key/value head h // (H // G).
         v: [B, T, G, d_v].
         beta: [B, T, G], usually in [0, 1], or [0, 2] for negative eigenvalues.
@@ -57,7 +59,8 @@ def chunk_delta_rule(
         initial_state: [N, G, d_k, d_v], N = B, or the number of documents when packed; zeros if None.
         cu_seqlens: [N + 1] int32 or int64 for packed sequences, with B = 1: document n is the tokens from cu_seqlens[n]
             to cu_seqlens[n + 1], so the first is 0, the last T, and none decreases; an empty document keeps its state.
-            Values are checked in eager calls on the CPU alone. Each document takes whole chunks of 64 tokens.
+            Values are checked in eager calls on the CPU alone. Each document takes whole chunks, of 64 tokens, or 32
+            in Triton for float32.
         scale: of the read; d_k^-1/2 if None.
         qk_l2norm: whether q and k are divided by sqrt(|x|^2 + 1e-6) over d_k first.
         segment_length: tokens, rounded up to whole chunks, of the segments into which Triton cuts a document so that
@@ -77,18 +80,16 @@ def chunk_delta_rule(
     if segment_length is not None and segment_length < 1:
         raise ValueError(f"segment_length: expected at least 1, or None, got {segment_length}")
     form = _choose(impl, v, q.shape[-1])
-    if qk_l2norm and form != "triton":
-        q, k = l2_normalize(q), l2_normalize(k)
-    q, k, beta, g, initial_state = _cast(q, k, v, beta, g, initial_state)
+    q, k, beta, g, initial_state, normalize = _cast(q, k, v, beta, g, initial_state, form, qk_l2norm)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if form == "reference":
-        return delta_rule_reference(q, k, v, beta, g, initial_state, cu_seqlens, scale)
     tensors = q, k, v, beta, g, initial_state, cu_seqlens
+    if form == "reference":
+        return delta_rule_reference(*tensors, scale)
     if form == "torch":
         o, final_state, *_ = ops.chunk_delta_rule(*tensors, scale)
     else:
         save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        o, final_state, *_ = triton_ops.chunk_delta_rule(*tensors, scale, qk_l2norm, segment_length, save)
+        o, final_state, *_ = triton_ops.chunk_delta_rule(*tensors, scale, normalize, segment_length, save)
     return o, final_state
 
 
@@ -131,16 +132,15 @@ def recurrent_delta_rule(
     """
     _check(q, k, v, beta, g, initial_state, cu_seqlens, impl)
     form = _choose(impl, v, q.shape[-1])
-    if qk_l2norm and form != "triton":
-        q, k = l2_normalize(q), l2_normalize(k)
-    q, k, beta, g, initial_state = _cast(q, k, v, beta, g, initial_state)
+    q, k, beta, g, initial_state, normalize = _cast(q, k, v, beta, g, initial_state, form, qk_l2norm)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    tensors = q, k, v, beta, g, initial_state, cu_seqlens
     if form == "triton":
-        return triton_ops.recurrent_delta_rule(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm)
-    return delta_rule_reference(q, k, v, beta, g, initial_state, cu_seqlens, scale)
+        return triton_ops.recurrent_delta_rule(*tensors, scale, normalize)
+    return delta_rule_reference(*tensors, scale)
 
 
-def _choose(impl: str, v: Tensor, key_dim: int) -> Literal["reference", "torch", "triton"]:
+def _choose(impl: str, v: Tensor, key_dim: int) -> _Form:
     """The form that computes a call.
 
     Raises:
@@ -165,12 +165,25 @@ def _choose(impl: str, v: Tensor, key_dim: int) -> Literal["reference", "torch",
 
 
 def _cast(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial_state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Autocast hands over mixed dtypes."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    form: _Form,
+    qk_l2norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]:
+    """q, k, beta, g and the state in the dtypes of the computation, and whether the kernels are to normalise q and k.
+
+    Autocast hands over mixed dtypes. The kernels multiply rows by 1 / |k|, which float16 cannot hold for tiny keys.
+    """
+    inside = qk_l2norm and form == "triton" and v.dtype != torch.float16
+    if qk_l2norm and not inside:
+        q, k = l2_normalize(q), l2_normalize(k)
     dtype = precise_dtype(v.dtype)
     g, state = (None if x is None else x.to(dtype) for x in (g, initial_state))
-    return q.to(v.dtype), k.to(v.dtype), beta.to(dtype), g, state
+    return q.to(v.dtype), k.to(v.dtype), beta.to(dtype), g, state, inside
 
 
 def _check(
@@ -185,8 +198,8 @@ def _check(
 ) -> None:
     if impl not in _IMPLS:
         raise ValueError(f"impl: expected one of {', '.join(map(repr, _IMPLS))}, got {impl!r}")
-    if q.ndim != 4 or q.shape[1] < 1:
-        raise ValueError(f"q: expected [B, T, H, d_k] with T >= 1, got {list(q.shape)}")
+    if q.ndim != 4 or q.shape[0] < 1 or q.shape[1] < 1:
+        raise ValueError(f"q: expected [B, T, H, d_k] with B and T >= 1, got {list(q.shape)}")
     batch, seq_len, num_heads, key_dim = q.shape
     if k.ndim != 4:
         raise ValueError(f"k: expected [B, T, G, d_k], got {list(k.shape)}")

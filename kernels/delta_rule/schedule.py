@@ -14,7 +14,6 @@ import torch
 __all__ = ["MAX_HEAD_DIM", "Blocks", "Configuration", "Layout", "configuration"]
 
 MAX_HEAD_DIM = 256
-_SHARED_MEMORY = 227 * 1024  # bytes that a program can have, on Hopper
 _SHORTEST_SEGMENT = 8  # chunks: below, what joins the segments costs more than it saves
 _FEWEST_SEGMENTS = 4  # in a row: with two, the extra pass takes as long as what it saves
 
@@ -58,38 +57,21 @@ class Configuration(NamedTuple):
 
 
 @cache
-def configuration(key_dim: int, value_dim: int, dtype: torch.dtype, repeat: int = 1) -> Configuration:
-    """The configuration for head sizes d_k and d_v, the dtype of v, and `repeat` query heads a key/value head."""
+def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
+    """The configuration for head sizes d_k, d_v and the dtype of v."""
     block_k, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
     if dtype == torch.float32:
-        # tf32x3 products hold each operand in two parts: chunks of 64 would not fit shared memory where heads are wide,
-        # and Triton 3.6 compiles their products, by wgmma, wrongly.
+        # tf32x3 products hold each operand in two parts: chunks of 64 would not fit shared memory where heads are wide.
+        # Where they are narrow, Triton 3.6 compiled chunks of 64 to wgmma that read outside its memory (d_k = 16).
         blocks = Blocks(min(block_v, 16 if block_k > 128 else 32), 4, 1)
         return Configuration(32, block_k, 4, None, blocks, blocks, blocks)
-    flip = block_k <= 128
-    width = min(block_v, 128 if flip else 64)
-    chunk, half = 64, 2
-    of_keys, of_scores, of_values = (chunk * size * half for size in (block_k, chunk, width))
-    of_state = 0 if flip else block_k * width * half
-    blocks = Blocks(width, 4 if width < 128 and flip else 8, 0, flip)
-    scan = blocks._replace(
-        stages=_stages(of_keys + of_scores + of_values + repeat * (of_keys + of_scores), of_state + 2 * of_values)
-    )
-    reverse = blocks._replace(
-        stages=_stages(of_keys + of_scores + repeat * (of_keys + of_scores + of_values), of_state + of_values)
-    )
-    if not flip:
-        gradients = Blocks(min(block_v, 64), 8, 2)
-    elif block_k == 128:
-        gradients = Blocks(min(block_v, 64), 4, 2)
-    else:
-        gradients = Blocks(min(block_v, 32), 4, 3)
-    return Configuration(chunk, block_k, 4, 128, scan, reverse, gradients)
-
-
-def _stages(loaded: int, held: int) -> int:
-    """Stages of a scan, three at most, given the bytes that it loads for a chunk and those that it holds beside."""
-    return max(1, min(3, (_SHARED_MEMORY - held) // loaded))
+    if block_k > 128:
+        scan = Blocks(min(block_v, 64), 8, 2, flip=False)
+        return Configuration(64, block_k, 4, 128, scan, scan, Blocks(min(block_v, 64), 8, 2))
+    scan = Blocks(block_v, 4, 3) if block_v < 128 else Blocks(128, 8, 3)
+    # At d_k = 64 and below, three stages of narrower slices are faster than two.
+    gradients = Blocks(min(block_v, 64), 4, 2) if block_k == 128 else Blocks(min(block_v, 32), 4, 3)
+    return Configuration(64, block_k, 4, 128, scan, scan, gradients)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,8 +128,8 @@ class Layout:
     @property
     def slots(self) -> int:
         """An upper bound on how many segments there are beyond the first of each document: free of T by the rule."""
-        if self.segment_length is not None:
-            return self.num_chunks // self._fixed_segment_chunks(self.segment_length)
+        if self.segment_length is not None:  # two more than needed, lest a symbolic size be compared with 0 and 1
+            return 2 + self.num_chunks // self._fixed_segment_chunks(self.segment_length)
         blocks = configuration(self.key_dim, self.value_dim, self.dtype).scan
         programs = self.groups * -(-self.value_dim // blocks.block_v)
         segments = _num_multiprocessors(self.device) // programs
@@ -157,9 +139,9 @@ class Layout:
     def segment_chunks(self) -> int:
         """Chunks in a segment, the last of each document apart."""
         if self.segment_length is not None:
-            return self._fixed_segment_chunks(self.segment_length)
-        if not self.slots:
-            return max(self.num_chunks, 1)
+            return min(self._fixed_segment_chunks(self.segment_length), self.num_chunks)
+        if self.slots // self.num_states < _FEWEST_SEGMENTS:
+            return self.num_chunks
         chunks = self.num_chunks // self.batch
         return max(_SHORTEST_SEGMENT, -(-chunks // (self.slots // self.batch)))
 
@@ -170,19 +152,19 @@ class Layout:
         normalize, gated = int(self.normalize), int(self.gated)
         return [keys, keys * normalize, queries * normalize, keys * gated, keys * gated]
 
-    def saved_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what the forward leaves for the backward, beside its inputs other than v.
+    def saved_shapes(self, *, save: bool = True) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what the forward makes beside its results, and leaves for the backward.
 
-        The inverses [M, G, C, C] and scores [M, H, C, C]; the errors D [B, T, G, d_v] and the states that enter each
-        chunk [M, G, d_v, d_k], in the dtype of v like those; the scales, flat, and the matrices of segments
-        [slots, G, d_k, d_k], in fp32.
+        The inverses [M, G, C, C] and scores [M, H, C, C] of all M chunks; the errors D [B, T, G, d_v] and the states
+        that enter each chunk [M, G, d_v, d_k], of size 0 unless `save`, in the dtype of v like those; the scales,
+        flat, and the matrices of segments [slots, G, d_k, d_k], in fp32.
         """
         chunks, groups, square = self.num_chunks, self.groups, (self.chunk, self.chunk)
         return [
             ((chunks, groups, *square), self.dtype),
             ((chunks, self.heads, *square), self.dtype),
-            ((self.batch, self.seq_len, groups, self.value_dim), self.dtype),
-            ((chunks, groups, self.value_dim, self.key_dim), self.dtype),
+            ((self.batch, self.seq_len, groups, self.value_dim) if save else (0,), self.dtype),
+            ((chunks, groups, self.value_dim, self.key_dim) if save else (0,), self.dtype),
             ((sum(self.scale_sizes),), torch.float32),
             ((self.slots, groups, self.key_dim, self.key_dim), torch.float32),
         ]

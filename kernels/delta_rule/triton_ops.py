@@ -22,7 +22,9 @@ def _layout(
     normalize: bool,
     segment_length: int | None,
 ) -> Layout:
-    heads, groups, key_dim, value_dim = map(int, (q.shape[2], k.shape[2], q.shape[3], value_dim))  # never symbolic
+    heads, groups, key_dim, value_dim = map(
+        int, (q.shape[2], k.shape[2], q.shape[3], value_dim)
+    )  # a graph is for these
     return Layout(
         batch=q.shape[0],
         seq_len=q.shape[1],
@@ -57,7 +59,8 @@ def chunk_delta_rule(
     from zoo.kernels.delta_rule.triton.launch import chunk_forward
 
     layout = _layout(q, k, v.shape[3], g, cu_seqlens, normalize, segment_length)
-    o, final_state, saved = chunk_forward(layout, q, k, v, beta, g, initial_state, cu_seqlens, scale, save=save)
+    with torch.cuda.device_of(q):
+        o, final_state, saved = chunk_forward(layout, q, k, v, beta, g, initial_state, cu_seqlens, scale, save=save)
     inverse, scores, delta, states, scales, transitions = saved if save else (x.new_empty(0) for x in saved)
     return o, final_state, inverse, scores, delta, states, scales, transitions
 
@@ -109,7 +112,8 @@ def chunk_delta_rule_backward(
 
     layout = _layout(q, k, grad_o.shape[3], g, cu_seqlens, normalize, segment_length)
     saved = Saved(inverse, scores, delta, states, scales, transitions)
-    return chunk_backward(layout, grad_o, grad_final_state, q, k, beta, g, cu_seqlens, saved, scale)
+    with torch.cuda.device_of(q):
+        return chunk_backward(layout, grad_o, grad_final_state, q, k, beta, g, cu_seqlens, saved, scale)
 
 
 @chunk_delta_rule_backward.register_fake
@@ -168,7 +172,8 @@ def recurrent_delta_rule(
     """`recurrent_forward` as an op. Its backward goes by chunks, from the inputs alone."""
     from zoo.kernels.delta_rule.triton.recurrent import recurrent_forward
 
-    return recurrent_forward(q, k, v, beta, g, initial_state, cu_seqlens, scale, normalize=normalize)
+    with torch.cuda.device_of(q):
+        return recurrent_forward(q, k, v, beta, g, initial_state, cu_seqlens, scale, normalize=normalize)
 
 
 @recurrent_delta_rule.register_fake

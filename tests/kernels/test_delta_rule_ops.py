@@ -133,8 +133,8 @@ PACKED = {name: y[:1] for name, y in {"q": Q, "k": K, "v": V, "beta": BETA}.item
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": Q[0]}, r"q: expected \[B, T, H, d_k\] with T >= 1, got \[7, 4, 6\]"),
-        ({"q": Q[:, :0]}, r"q: expected \[B, T, H, d_k\] with T >= 1, got \[3, 0, 4, 6\]"),
+        ({"q": Q[0]}, r"q: expected \[B, T, H, d_k\] with B and T >= 1, got \[7, 4, 6\]"),
+        ({"q": Q[:, :0]}, r"q: expected \[B, T, H, d_k\] with B and T >= 1, got \[3, 0, 4, 6\]"),
         ({"k": K[0]}, r"k: expected \[B, T, G, d_k\], got \[7, 2, 6\]"),
         ({"k": K[..., :5]}, r"k: expected \[B, T, G, d_k\] = \[3, 7, 2, 6\], got \[3, 7, 2, 5\]"),
         ({"q": Q[:, :, :3]}, r"k: expected a number of heads G that divides the H = 3 of q, got 2"),

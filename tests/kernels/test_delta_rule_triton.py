@@ -281,6 +281,22 @@ def test_segments_in_half_precision() -> None:
     check(x, FORMS["both"], dtype=torch.float16, segment_length=64)
 
 
+@pytest.mark.parametrize(("low", "high", "bound"), [(0.0, 1.6, 1e-5), (2.0, 8.0, 1e-5), (20.0, 30.0, 1e-4)])
+def test_strong_decay(low: float, high: float, bound: float) -> None:
+    """g is bounded in value, its gradient relative to its own norm, however little the decay leaves of it."""
+    x = inputs(150, FORMS["both"], dims=(16, 32))
+    x["g"] = (-low - (high - low) * torch.rand(1, 150, 1, dtype=torch.float64)).float().double().requires_grad_()
+    check(x, FORMS["both"], bound=bound)
+
+
+@pytest.mark.parametrize("reset", [-500.0, -1e4])
+def test_resets(reset: float) -> None:
+    """What lies between two resets is exact, though their sum is large."""
+    x = inputs(150, FORMS["gated"], dims=(16, 32))
+    x["g"] = torch.where(torch.arange(150) % 16 == 0, reset, x["g"].detach()[0, :, 0])[None, :, None].requires_grad_()
+    check(x, FORMS["gated"])
+
+
 @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_correlated_keys(dtype: torch.dtype, beta: float) -> None:

@@ -7,20 +7,28 @@ normalised rows k^ and q^, decays e_t from the chunk's start to t, f_t from t to
     dA = -tril(dV D^T, -1)      dk^_t = -e_t S dV_t + beta_t z_t + sum_i dA_ti E_ti beta_i k^_i
     z_t = f_t G D_t + sum_i (scale dP_it E_it q^_i + dA_it E_it k^_i)          dbeta_t = k^_t . z_t
 
-Nothing is divided by beta. The decay's gradient needs no sums of its own: with c_t = g_1 + ... + g_t,
-dc_t = q^_t . dq^_t + k^_t . dk^_t - 2 beta_t dbeta_t, and the last token's also <G, S'>, S' the state that leaves.
+Nothing is divided by beta. dg_s sums what the decay at s weakens: what tokens from s on read of S, what those before s
+leave of themselves in the next state, what the former read of the latter, and <G, decay S>. Differences of larger sums,
+such as q^ . dq^ + k^ . dk^ - 2 beta dbeta, would leave only rounding where decays are strong.
 """
 
 import triton
 import triton.language as tl
 
 from zoo.kernels.delta_rule.triton.cuts import chunk_rows
-from zoo.kernels.delta_rule.triton.prepare import decay_matrix
+from zoo.kernels.delta_rule.triton.prepare import decay_matrix, last_row
 
 
 @triton.jit
 def _row_sum(x, y):
     return tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+
+
+@triton.jit
+def _across(x, SIZE: tl.constexpr):
+    """For each token s the sum of x_ti over i < s <= t."""
+    index = tl.arange(0, SIZE)
+    return tl.sum(tl.where(index[:, None] > index[None, :], tl.cumsum(x, 0, reverse=True), 0.0), 1)
 
 
 @triton.jit
@@ -38,7 +46,7 @@ def _load_values(
 ):
     """[CHUNK, BLOCK_V] of contiguous [rows, heads, d_v]; past `length` zero, or with TMA the next document's rows."""
     if TMA:
-        block = x.load([row.to(tl.int32), head * VALUE_DIM + start])
+        block = x.load([row.to(tl.int32), (head * VALUE_DIM + start).to(tl.int32)])
     else:
         token = tl.arange(0, CHUNK)
         value_dim = start + tl.arange(0, BLOCK_V)
@@ -106,7 +114,7 @@ def gradients_kernel(
     """One program a chunk and key/value head."""
     program = tl.program_id(0)
     chunk = program // GROUPS
-    group = program - chunk * GROUPS
+    group = (program - chunk * GROUPS).to(tl.int64)
     row, length = chunk_rows(chunk, chunks, seq_len, CHUNK)
     if length <= 0:
         return
@@ -121,16 +129,16 @@ def gradients_kernel(
     if key_norm is not None:
         by_key = tl.load(key_norm + at * CHUNK + token)
     if g is not None:
-        total = tl.cumsum(tl.load(g + (row + token) * GROUPS + group, mask=inside, other=0.0))
-        last = tl.sum(tl.where(token == CHUNK - 1, total, 0.0))
-        decay = decay_matrix(total, CHUNK)
-        decayed = tl.exp(total)
-        remaining = tl.exp(last - total)
-        grad_total = tl.zeros([CHUNK], tl.float32)
+        rate = tl.load(g + (row + token) * GROUPS + group, mask=inside, other=0.0)
+        decay = decay_matrix(rate, CHUNK)
+        decayed = tl.exp(tl.cumsum(rate))
+        remaining = last_row(decay, CHUNK)
+        read = tl.zeros([CHUNK], tl.float32)  # what each token reads of the state before the chunk
+        crossing = tl.zeros([CHUNK], tl.float32)  # what tokens from it on read of tokens before it
 
     grad_key = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     grad_strength = tl.zeros([CHUNK], tl.float32)
-    for j in tl.static_range(REPEAT):
+    for j in tl.range(REPEAT):
         head = group * REPEAT + j
         grad_query = tl.zeros([CHUNK, BLOCK_K], tl.float32)
         grad_score = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -155,17 +163,19 @@ def gradients_kernel(
             to_key *= by_query[:, None]
             to_query *= by_key[None, :]
         grad_strength += tl.sum(grad_score * score, 0)
+        if g is not None:
+            crossing += _across(grad_score * score * strength[None, :], CHUNK)
+            from_state = _row_sum(query, grad_query) * scale
+            if key_norm is not None:
+                from_state *= by_query
+            read += from_state
         grad_query = tl.dot(to_query.to(key.dtype), key, grad_query * scale, input_precision="tf32x3")
-        if key_norm is not None or g is not None:
+        if key_norm is not None:
             tl.debug_barrier()
             query = tl.load(at_query, mask=tile, other=0.0)  # again, like the key below
-            along = _row_sum(query, grad_query)
-            if key_norm is not None:
-                along *= by_query
-                grad_query *= by_query[:, None]
-                grad_query -= query.to(tl.float32) * (along * by_query * by_query)[:, None]
-            if g is not None:
-                grad_total += along
+            along = _row_sum(query, grad_query) * by_query
+            grad_query *= by_query[:, None]
+            grad_query -= query.to(tl.float32) * (along * by_query * by_query)[:, None]
         place = grad_q + (row * GROUPS * REPEAT + head) * KEY_DIM
         place += token[:, None] * (GROUPS * REPEAT * KEY_DIM) + key_dim[None, :]
         tl.store(place, grad_query.to(grad_q.dtype.element_ty), mask=tile)
@@ -189,7 +199,8 @@ def gradients_kernel(
     if g is not None:
         written *= remaining
         grad_write *= remaining[:, None]
-        leaving = tl.sum(tl.where(inside, written * strength, 0.0)) + tl.sum(inner) * tl.exp(last) * scale
+        leaving = tl.where(inside, written * strength, 0.0)
+        passing = tl.sum(inner) * tl.exp(tl.sum(rate)) * scale
     grad_strength += written
     grad_key += grad_write * (strength * scale)[:, None]
 
@@ -208,7 +219,12 @@ def gradients_kernel(
         grad_key = -grad_read
     else:
         grad_a *= decay
-        grad_key -= grad_read * decayed[:, None]
+        grad_read *= decayed[:, None]
+        from_state = _row_sum(key, grad_read)
+        if key_norm is not None:
+            from_state *= by_key
+        read -= from_state
+        grad_key -= grad_read
     a = tl.dot(key, tl.trans(key), input_precision="tf32x3")
     to_writer = grad_a * strength[None, :]
     to_reader = to_writer
@@ -217,19 +233,19 @@ def gradients_kernel(
         to_writer *= by_key[:, None]
         to_reader *= by_key[None, :]
     grad_strength += tl.sum(grad_a * a, 0)
+    if g is not None:
+        crossing += _across(grad_a * a * strength[None, :], CHUNK)
     grad_key = tl.dot(to_reader.to(key.dtype), key, grad_key, input_precision="tf32x3")
     grad_key = tl.dot(tl.trans(to_writer.to(key.dtype)), key, grad_key, input_precision="tf32x3")
-    if key_norm is not None or g is not None:
-        along = _row_sum(key, grad_key)
-        if key_norm is not None:
-            along *= by_key
-            grad_key *= by_key[:, None]
-            grad_key -= key.to(tl.float32) * (along * by_key * by_key)[:, None]
+    if key_norm is not None:
+        along = _row_sum(key, grad_key) * by_key
+        grad_key *= by_key[:, None]
+        grad_key -= key.to(tl.float32) * (along * by_key * by_key)[:, None]
     place = grad_k + (row * GROUPS + group) * KEY_DIM + token[:, None] * (GROUPS * KEY_DIM) + key_dim[None, :]
     tl.store(place, grad_key.to(grad_k.dtype.element_ty), mask=tile)
     place = (row + token) * GROUPS + group
     tl.store(grad_beta + place, grad_strength, mask=inside)
     if g is not None:
-        grad_total += along - 2 * strength * grad_strength
-        grad_total = tl.where(inside, grad_total, 0.0) + tl.where(token == CHUNK - 1, leaving, 0.0)
-        tl.store(grad_g + place, tl.cumsum(grad_total, reverse=True), mask=inside)
+        before = tl.sum(tl.where(token[:, None] > token[None, :], leaving[None, :], 0.0), 1)
+        grad_rate = tl.cumsum(tl.where(inside, read, 0.0), reverse=True) + crossing + before + passing
+        tl.store(grad_g + place, grad_rate, mask=inside)

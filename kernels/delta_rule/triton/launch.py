@@ -56,14 +56,14 @@ def chunk_forward(
         initial_state: [N, G, d_k, d_v] fp32, or None.
         cu_seqlens: [N + 1], or None.
         scale: of the read.
-        save: whether a backward follows: without it `delta` and `states` are not written.
+        save: whether a backward follows: without it `delta` and `states` are of size 0.
 
     Returns:
         o [B, T, H, d_v] in the dtype of v, the final state [N, G, d_k, d_v] fp32, and what the backward needs.
     """
     run = _Run(layout, q, k, beta, g, cu_seqlens)
     v = rows(v)
-    saved = Saved(*(v.new_empty(shape, dtype=dtype) for shape, dtype in layout.saved_shapes()))
+    saved = Saved(*(v.new_empty(shape, dtype=dtype) for shape, dtype in layout.saved_shapes(save=save)))
     o = v.new_empty(layout.batch, layout.seq_len, layout.heads, layout.value_dim)
     final_state = beta.new_empty(layout.num_states, layout.groups, layout.key_dim, layout.value_dim)
     run.prepare(saved)
@@ -141,11 +141,10 @@ class _Run:
         self.strides = self.q.stride(1), self.k.stride(1)
         self.cuts = cut(layout, None if cu_seqlens is None else cu_seqlens.contiguous())
         self.segmented = self.cuts.num_segments > layout.num_states
-        repeat = layout.heads // layout.groups
-        self.configuration = configuration(layout.key_dim, layout.value_dim, layout.dtype, repeat)
+        self.configuration = configuration(layout.key_dim, layout.value_dim, layout.dtype)
         self.sizes = {
             "GROUPS": layout.groups,
-            "REPEAT": repeat,
+            "REPEAT": layout.heads // layout.groups,
             "Q_ROW": self.q.stride(0),
             "K_ROW": self.k.stride(0),
             "KEY_DIM": layout.key_dim,
@@ -334,7 +333,7 @@ class _Run:
 
 
 def rows(x: Tensor) -> Tensor:
-    """[B, T, heads, d] -> [B * T, heads, d] with adjacent d: a view where there is one whose strides are free of T."""
+    """[B, T, heads, d] -> [B * T, heads, d] with adjacent d, a view if there is one, whose row stride is free of T."""
     if x.shape[1] == 1 or x.stride(-1) != 1:
         x = x.clone(memory_format=torch.contiguous_format)
     return x.reshape(-1, *x.shape[2:])

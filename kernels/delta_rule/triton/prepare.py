@@ -49,10 +49,20 @@ def unit_lower_inverse_half(a, SIZE: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def decay_matrix(total, SIZE: tl.constexpr):
-    """exp(total_t - total_i) for i <= t, else 0."""
+def decay_matrix(g, SIZE: tl.constexpr):
+    """exp(g_{i+1} + ... + g_t) for i <= t, else 0.
+
+    Each sum is one of its own: a difference of two sums from the start would lose what a strong decay between leaves.
+    """
     index = tl.arange(0, SIZE)
-    return tl.exp(tl.where(index[:, None] >= index[None, :], total[:, None] - total[None, :], float("-inf")))
+    steps = tl.where(index[:, None] > index[None, :], g[:, None], 0.0)
+    return tl.exp(tl.where(index[:, None] >= index[None, :], tl.cumsum(steps, 0), float("-inf")))
+
+
+@triton.jit
+def last_row(matrix, SIZE: tl.constexpr):
+    """The last row of a square matrix."""
+    return tl.sum(tl.where((tl.arange(0, SIZE) == SIZE - 1)[:, None], matrix, 0.0), 0)
 
 
 @triton.jit
@@ -93,7 +103,7 @@ def prepare_kernel(
     """One program a chunk and key/value head."""
     program = tl.program_id(0)
     chunk = program // GROUPS
-    group = program - chunk * GROUPS
+    group = (program - chunk * GROUPS).to(tl.int64)
     row, length = chunk_rows(chunk, chunks, seq_len, CHUNK)
     if length <= 0:
         return
@@ -111,15 +121,14 @@ def prepare_kernel(
         column *= by_key
         tl.store(key_norm + at + token, by_key)
     if g is not None:
-        total = tl.cumsum(tl.load(g + (row + token) * GROUPS + group, mask=inside, other=0.0))
-        decay = decay_matrix(total, CHUNK)
-        tl.store(decayed + at + token, tl.exp(total))
-        last = tl.sum(tl.where(token == CHUNK - 1, total, 0.0))
-        tl.store(remaining + at + token, tl.exp(last - total))
+        rate = tl.load(g + (row + token) * GROUPS + group, mask=inside, other=0.0)
+        decay = decay_matrix(rate, CHUNK)
+        tl.store(decayed + at + token, tl.exp(tl.cumsum(rate)))
+        tl.store(remaining + at + token, last_row(decay, CHUNK))
     tl.store(write_scale + at + token, column)
 
     square = token[:, None] * CHUNK + token[None, :]
-    for i in tl.static_range(REPEAT):
+    for i in tl.range(REPEAT):
         head = group * REPEAT + i
         query = tl.load(q + row * Q_ROW + head * q_head + token[:, None] * Q_ROW + dim[None, :], mask=tile, other=0.0)
         score = tl.where(lower, tl.dot(query, tl.trans(key), input_precision="tf32x3"), 0.0)

@@ -46,7 +46,7 @@ def _recurrent_kernel(
     program = tl.program_id(0)
     slice = program % SLICES
     program = program // SLICES
-    group = program % num_groups
+    group = (program % num_groups).to(tl.int64)
     document = (program // num_groups).to(tl.int64)
     if cu_seqlens is not None:
         row = tl.load(cu_seqlens + document).to(tl.int64)
@@ -71,7 +71,7 @@ def _recurrent_kernel(
             state *= tl.exp(tl.load(g + row * num_groups + group))
         error = value - tl.sum(state * key[:, None], 0)
         state += (tl.load(beta + row * num_groups + group) * key)[:, None] * error[None, :]
-        for j in tl.static_range(REPEAT):
+        for j in tl.range(REPEAT):
             head = group * REPEAT + j
             query = tl.load(q + row * q_row + head * q_head + key_dim, mask=in_key, other=0.0).to(tl.float32)
             if NORMALIZE:

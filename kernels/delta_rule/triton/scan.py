@@ -120,7 +120,7 @@ def scan_kernel(
     program = tl.program_id(0)
     slice = program % SLICES
     program = program // SLICES
-    group = program % GROUPS
+    group = (program % GROUPS).to(tl.int64)
     segment = program // GROUPS
     document, chunk, count, row, length, first, last = segment_span(segment, segments, seq_len, segment_chunks, CHUNK)
     if document < 0:
@@ -183,9 +183,9 @@ def scan_kernel(
         new_low = new.to(key.dtype)
         if not SUMMARY:
             if delta is not None:
-                place = delta + (row * GROUPS + group) * VALUE_DIM + delta_tile
-                tl.store(place, _flip(error.to(key.dtype), FLIP), mask=rows & in_value[None, :])
-            for j in tl.static_range(REPEAT):
+                errors = delta + (row * GROUPS + group) * VALUE_DIM + delta_tile
+                tl.store(errors, _flip(error.to(key.dtype), FLIP), mask=rows & in_value[None, :])
+            for j in tl.range(REPEAT):
                 head = group * REPEAT + j
                 at_query = at_chunk * REPEAT + j
                 place = q + row * Q_ROW + head * q_head + token[:, None] * Q_ROW + key_dim[None, :]
@@ -267,7 +267,7 @@ def reverse_scan_kernel(
     program = tl.program_id(0)
     slice = program % SLICES
     program = program // SLICES
-    group = program % GROUPS
+    group = (program % GROUPS).to(tl.int64)
     segment = program // GROUPS
     document, chunk, count, row, length, first, last = segment_span(segment, segments, seq_len, segment_chunks, CHUNK)
     if document < 0:
@@ -318,7 +318,7 @@ def reverse_scan_kernel(
             by_decay = tl.load(decayed + at_chunk * CHUNK + token)
             grad_new *= _of_rows(tl.load(remaining + at_chunk * CHUNK + token), FLIP)
             grad *= tl.load(decayed + at_chunk * CHUNK + CHUNK - 1)
-        for j in tl.static_range(REPEAT):
+        for j in tl.range(REPEAT):
             head = group * REPEAT + j
             at_query = at_chunk * REPEAT + j
             place = grad_o + (row * GROUPS * REPEAT + head) * VALUE_DIM + out_tile
@@ -384,7 +384,7 @@ def chain_kernel(
     program = tl.program_id(0)
     slice = program % SLICES
     program = program // SLICES
-    group = program % GROUPS
+    group = (program % GROUPS).to(tl.int64)
     document = program // GROUPS
     if first_segments is not None:
         begin = tl.load(first_segments + document)
