@@ -66,8 +66,9 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
         blocks = Blocks(min(block_v, 16 if block_k > 128 else 32), 4, 1)
         return Configuration(32, block_k, 4, None, blocks, blocks, blocks)
     if block_k > 128:
-        scan = Blocks(min(block_v, 64), 8, 2, flip=False)
-        return Configuration(64, block_k, 4, 128, scan, scan, Blocks(min(block_v, 64), 8, 2))
+        reverse = Blocks(min(block_v, 64), 8, 2, flip=False)
+        scan = reverse._replace(flip=block_v >= 64)
+        return Configuration(64, block_k, 4, 128, scan, reverse, reverse)
     scan = Blocks(block_v, 4, 3) if block_v < 128 else Blocks(128, 8, 3)
     # At d_k = 64 and below, three stages of narrower slices are faster than two.
     gradients = Blocks(min(block_v, 64), 4, 2) if block_k == 128 else Blocks(min(block_v, 32), 4, 3)
