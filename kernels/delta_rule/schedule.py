@@ -62,7 +62,7 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
     block_k, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
     if dtype == torch.float32:
         # tf32x3 products hold each operand in two parts: chunks of 64 would not fit shared memory where heads are wide.
-        # Where they are narrow, Triton 3.6 compiled chunks of 64 to wgmma that read outside its memory (d_k = 16).
+        # Where they are narrow (d_k = 16), chunks of 64 gave illegal accesses with Triton 3.6 on an H200.
         blocks = Blocks(min(block_v, 16 if block_k > 128 else 32), 4, 1)
         return Configuration(32, block_k, 4, None, blocks, blocks, blocks)
     if block_k > 128:
