@@ -80,7 +80,7 @@ def chunk_delta_rule(
     if segment_length is not None and segment_length < 1:
         raise ValueError(f"segment_length: expected at least 1, or None, got {segment_length}")
     form = _choose(impl, v, q.shape[-1])
-    q, k, beta, g, initial_state, normalize = _cast(q, k, v, beta, g, initial_state, form, qk_l2norm)
+    q, k, beta, g, initial_state, normalize = _settle(q, k, v, beta, g, initial_state, form, qk_l2norm)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     tensors = q, k, v, beta, g, initial_state, cu_seqlens
     if form == "reference":
@@ -132,7 +132,7 @@ def recurrent_delta_rule(
     """
     _check(q, k, v, beta, g, initial_state, cu_seqlens, impl)
     form = _choose(impl, v, q.shape[-1])
-    q, k, beta, g, initial_state, normalize = _cast(q, k, v, beta, g, initial_state, form, qk_l2norm)
+    q, k, beta, g, initial_state, normalize = _settle(q, k, v, beta, g, initial_state, form, qk_l2norm)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     tensors = q, k, v, beta, g, initial_state, cu_seqlens
     if form == "triton":
@@ -164,7 +164,7 @@ def _choose(impl: str, v: Tensor, key_dim: int) -> _Form:
     return "torch"
 
 
-def _cast(
+def _settle(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.kernels.delta_rule.connect import connect
 from zoo.kernels.delta_rule.schedule import Layout
 
 # The kernels, and Triton with them, are imported at the first call: registering the ops needs neither.
@@ -22,9 +23,8 @@ def _layout(
     normalize: bool,
     segment_length: int | None,
 ) -> Layout:
-    heads, groups, key_dim, value_dim = map(
-        int, (q.shape[2], k.shape[2], q.shape[3], value_dim)
-    )  # a graph is for these
+    # Integers: a graph is for these numbers of heads and sizes, where T may be symbolic.
+    heads, groups, key_dim, value_dim = map(int, (q.shape[2], k.shape[2], q.shape[3], value_dim))
     return Layout(
         batch=q.shape[0],
         seq_len=q.shape[1],
@@ -116,45 +116,7 @@ def chunk_delta_rule_backward(
         return chunk_backward(layout, grad_o, grad_final_state, q, k, beta, g, cu_seqlens, saved, scale)
 
 
-@chunk_delta_rule_backward.register_fake
-def _(
-    grad_o: Tensor,
-    grad_final_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, ...]:
-    num_states = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        k.new_empty(*k.shape[:3], grad_o.shape[3]),
-        beta.new_empty(beta.shape),
-        beta.new_empty(0 if g is None else g.shape),
-        beta.new_empty(num_states, *k.shape[2:], grad_o.shape[3]),
-    )
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, beta, g, initial_state, cu_seqlens, *ctx.options, _ = inputs
-    ctx.save_for_backward(q, k, beta, g, cu_seqlens, *output[2:])
-    ctx.value_dim, ctx.has_g, ctx.has_state = v.shape[3], g is not None, initial_state is not None
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    q, k, *saved = ctx.saved_tensors
-    if grad_o is None:
-        grad_o = q.new_zeros(*q.shape[:3], ctx.value_dim)
-    *grads, grad_g, grad_state = chunk_delta_rule_backward(grad_o, grad_final_state, q, k, *saved, *ctx.options)
-    return *grads, grad_g if ctx.has_g else None, grad_state if ctx.has_state else None, *[None] * 5
-
-
-chunk_delta_rule.register_autograd(_backward, setup_context=_save)
+connect(chunk_delta_rule, chunk_delta_rule_backward, num_options=3)
 
 
 @torch.library.custom_op("zoo::recurrent_delta_rule_triton", mutates_args=())
