@@ -4,9 +4,9 @@
     python benchmarks/feature_maps_gpu.py dense --out results  # one of them; the file keeps the other
 
 From the output of the layer's projection [B, T, 3 H D + H] to q, k, v [B, T, H, D] and beta [B, T, H], forward and with
-the backward: the mixer's own plain PyTorch, compiled, without its L2 norm (as if the kernel normalised), and eager; and
-FLA's Triton kernels where flash-linear-attention is installed. Then the same followed by the delta rule, with the norm
-compiled in front of the kernel and inside it.
+the backward: the convolution and SiLU in plain PyTorch and by the Triton kernel, compiled, compiled without the L2 norm
+(as if the rule's kernel normalised), and eager; and FLA's kernels where flash-linear-attention is installed. Then the
+same followed by the delta rule, with the norm compiled in front of the kernel and inside it.
 
 Shapes: B batch, T tokens, H heads, D head dimension, C = 3 H D channels, K taps.
 """
@@ -16,13 +16,15 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -31,7 +33,9 @@ from zoo import components
 from zoo.files import require_writable, write_whole
 from zoo.kernels.delta_rule import chunk_delta_rule
 from zoo.kernels.normalize import l2_normalize
+from zoo.kernels.short_convolution import short_convolution
 from zoo.machine import describe
+from zoo.mixers import feature_maps
 from zoo.mixers.context import Context
 from zoo.mixers.delta_net import DeltaNet
 
@@ -105,6 +109,13 @@ def features(layer: DeltaNet, context: Context, projected: Tensor) -> tuple[Tens
     if layer.options.qk_norm == "l2":
         q, k = l2_normalize(q), l2_normalize(k)
     return q, k, v, layer.beta(beta)
+
+
+@contextmanager
+def convolution(impl: str) -> Iterator[None]:
+    """Within it the layers convolve by that implementation."""
+    with patch.object(feature_maps, "short_convolution", partial(short_convolution, impl=impl)):
+        yield
 
 
 def mix(layer: DeltaNet, context: Context, qk_l2norm: bool, projected: Tensor) -> tuple[Tensor]:
@@ -233,12 +244,20 @@ def run_front(case: Case) -> dict[str, Any]:
         show(label, found)
         result[label] = found | {"errors": require_close(label, actual, expected, names)}
 
-    variants = {"inductor": ("l2", compiled), "inductor_without_norm": ("none", compiled), "eager": ("l2", lambda f: f)}
-    for label, (norm, wrap) in variants.items():
+    variants = {
+        "inductor": ("torch", "l2", compiled),
+        "inductor_without_norm": ("torch", "none", compiled),
+        "triton": ("triton", "l2", compiled),
+        "triton_without_norm": ("triton", "none", compiled),
+        "eager": ("torch", "l2", lambda f: f),
+        "eager_triton": ("triton", "l2", lambda f: f),
+    }
+    for label, (impl, norm, wrap) in variants.items():
         layer = case.layers[norm]
         call = partial(wrap(partial(features, layer, case.context)), case.projected)
         check = call if norm == "l2" else normalized(call)
-        add(label, call, [case.projected, taps(layer)], check)
+        with convolution(impl):
+            add(label, call, [case.projected, taps(layer)], check)
 
     for label, call, leaves in fla_variants(case):
         add(label, call, leaves, call)
@@ -274,16 +293,21 @@ def run_mixer(case: Case) -> dict[str, Any]:
     gradient = [case.gradients[2]]
     found: dict[str, list[Tensor]] = {}
     result: dict[str, Any] = {}
-    for label, norm in (("norm_in_front", "l2"), ("norm_in_kernel", "none")):
+    variants = {"norm_in_front": ("torch", "l2"), "norm_in_kernel": ("torch", "none"), "triton": ("triton", "none")}
+    for label, (impl, norm) in variants.items():
         layer = case.layers[norm]
         call = partial(compiled(partial(mix, layer, case.context, norm == "none")), case.projected)
         leaves = [case.projected, taps(layer)]
-        found[label] = [*forward(call), *forward_backward(call, leaves, gradient)]
-        result[label] = times(call, leaves, gradient, {})
+        with convolution(impl):
+            found[label] = [*forward(call), *forward_backward(call, leaves, gradient)]
+            result[label] = times(call, leaves, gradient, {})
         show(f"with the rule, {label}", result[label])
     names = ["o", "dprojected", "dweight"]
-    in_front, in_kernel = found.values()
-    result["differences"] = require_close("the norm in the kernel or in front of it", in_kernel, in_front, names)
+    expected = found.pop("norm_in_front")
+    result["differences"] = {
+        label: require_close(f"{label} against the norm in front", actual, expected, names)
+        for label, actual in found.items()
+    }
     return result
 
 
