@@ -155,8 +155,8 @@ class DeltaNet(Mixer):
         return self.out_proj(o), None if state is None else {"memory": memory.to(state["memory"].dtype)} | taps
 
     def _features(self, qkv: Tensor, context: Context, state: State | None) -> tuple[Tensor, Tensor, Tensor, State]:
-        qkv, taps = convolve(self.conv, qkv, context, state, "silu" if self.conv_activates else None)
-        q, k, v = qkv.split(self.qkv_widths, -1)
+        activation = "silu" if self.conv_activates else None
+        (q, k, v), taps = convolve(self.conv, qkv, self.qkv_widths, context, state, activation)
         if not self.conv_activates:
             q, k, v = self.feature_map(q), self.feature_map(k), nn.functional.silu(v)
         q = q.unflatten(-1, (self.num_heads, self.d_k))

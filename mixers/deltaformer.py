@@ -151,8 +151,8 @@ class Deltaformer(Mixer):
     def forward(self, x: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, State | None]:
         """See `Mixer.forward`."""
         compared, alpha, beta = self.in_proj(x).split(self.widths, -1)
-        compared, taps = convolve(self.conv, compared, context, state)
-        q, k, v, w = (part.unflatten(-1, (-1, self.head_dim)) for part in compared.split(self.compared_widths, -1))
+        parts, taps = convolve(self.conv, compared, self.compared_widths, context, state)
+        q, k, v, w = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         q = rotate(self.q_norm(q), context, self.rotary)
         k = rotate(self.k_norm(k), context, self.rotary)
         if self.w_norm is not None:

@@ -4,6 +4,7 @@ Shapes: B batch, T sequence length, C channels, H heads, d_h head dim, K taps of
 """
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -139,7 +140,8 @@ class ShortConvolution(nn.Module):
         positions: Tensor | None = None,
         taps: Tensor | None = None,
         activation: Activation | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        widths: Sequence[int] | None = None,
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Convolve.
 
         Args:
@@ -147,15 +149,19 @@ class ShortConvolution(nn.Module):
             positions: [1, T] within each document when sequences are packed, else None.
             taps: [B, K - 1, C], the tokens before x; zeros if None.
             activation: that follows; none if None.
+            widths: of the parts of y; one part if None.
 
         Returns:
-            y [B, T, C] in the dtype of x, and the last K - 1 tokens [B, K - 1, C] for the next call, in that of taps.
+            The parts of y [B, T, width] in the dtype of x, and the last K - 1 tokens [B, K - 1, C] for the next call,
+            in that of taps.
         """
-        y = short_convolution(x, self.weight, self.bias, activation=activation, positions=positions, taps=taps)
+        parts = short_convolution(
+            x, self.weight, self.bias, activation=activation, positions=positions, taps=taps, widths=widths
+        )
         past = self.new_taps(x.shape[0], x.device, x.dtype) if taps is None else taps
         last = torch.cat([past, x.to(past.dtype)], 1)[:, x.shape[1] :]
         # A copy: a view would keep all of x alive, and with B = 1 have its strides.
-        return y, last.clone(memory_format=torch.contiguous_format)
+        return parts, last.clone(memory_format=torch.contiguous_format)
 
     def new_taps(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The taps before the first token, zeros [B, K - 1, C]."""
@@ -165,24 +171,26 @@ class ShortConvolution(nn.Module):
 def convolve(
     convolution: ShortConvolution | None,
     x: Tensor,
+    widths: Sequence[int],
     context: Context,
     state: dict[str, Tensor] | None,
     activation: Activation | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """A mixer's convolution, if it has one.
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """A mixer's convolution, if it has one, and what it convolves in parts.
 
     Args:
         convolution: or None.
         x: [B, T, C].
+        widths: of the parts.
         context: of the call.
         state: with ``taps`` if there is a convolution, or None.
         activation: that follows a convolution; none if None.
 
     Returns:
-        y [B, T, C], and the new ``taps`` if there is a convolution.
+        The parts [B, T, width], and the new ``taps`` if there is a convolution.
     """
     if convolution is None:
-        return x, {}
+        return x.split(list(widths), -1), {}
     positions = None if context.cu_seqlens is None else context.positions
-    y, taps = convolution(x, positions, None if state is None else state["taps"], activation)
-    return y, {"taps": taps}
+    parts, taps = convolution(x, positions, None if state is None else state["taps"], activation, widths)
+    return parts, {"taps": taps}

@@ -41,7 +41,7 @@ def _layout(
     )
 
 
-@torch.library.custom_op("zoo::chunk_delta_rule_triton", mutates_args=())
+@torch.library.custom_op("zoo::chunk_delta_rule_triton", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
 def chunk_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -88,7 +88,9 @@ def _(
     )
 
 
-@torch.library.custom_op("zoo::chunk_delta_rule_triton_backward", mutates_args=())
+@torch.library.custom_op(
+    "zoo::chunk_delta_rule_triton_backward", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,)
+)
 def chunk_delta_rule_backward(
     grad_o: Tensor,
     grad_final_state: Tensor | None,
@@ -119,7 +121,9 @@ def chunk_delta_rule_backward(
 connect(chunk_delta_rule, chunk_delta_rule_backward, num_options=3)
 
 
-@torch.library.custom_op("zoo::recurrent_delta_rule_triton", mutates_args=())
+@torch.library.custom_op(
+    "zoo::recurrent_delta_rule_triton", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,)
+)
 def recurrent_delta_rule(
     q: Tensor,
     k: Tensor,

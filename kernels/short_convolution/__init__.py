@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, C channels, K taps.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Literal
 
@@ -32,8 +33,9 @@ def short_convolution(
     activation: Activation | None = None,
     positions: Tensor | None = None,
     taps: Tensor | None = None,
+    widths: Sequence[int] | None = None,
     impl: str = "auto",
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     """y_t = phi(bias + sum_{j < K} weight_j x_{t-j}), channel by channel, never across a document's start.
 
     Differentiable in x, weight, bias and, in PyTorch, taps. Triton computes in float32 and rounds once; PyTorch
@@ -47,38 +49,41 @@ def short_convolution(
         positions: [1, T] int32 or int64 within each document for packed sequences, with B = 1; their values are not
             checked.
         taps: [B, K - 1, C], the tokens before x; zeros if None.
+        widths: channels of the parts that y is cut into, at least 0 each and C in all; one part if None. To cut y later
+            would cost Triton's backward a copy.
         impl: "triton", CUDA kernels for half precision and float32 with K <= 16 and no taps; "torch", plain PyTorch on
-            any device; or "auto": PyTorch, until the kernels have been measured to be faster. An explicit choice never
-            falls back.
+            any device; or "auto": Triton where it can, else PyTorch. An explicit choice never falls back.
 
     Returns:
-        y [B, T, C] in the dtype of x.
+        The parts of y, [B, T, width] each, in the dtype of x.
 
     Raises:
         ValueError: an argument is not as above; the message names it, what was expected and what came.
     """
-    _check(x, weight, bias, activation, positions, taps, impl)
+    parts = [x.shape[-1]] if widths is None else list(widths)
+    _check(x, weight, bias, activation, positions, taps, parts, impl)
     silu = activation == "silu"
-    if impl == "triton":
-        _check_triton(x, weight, taps)
-        return ops.short_convolution(x, weight, bias, positions, silu)
-    return short_convolution_reference(x, weight, bias, positions, taps, silu=silu)
+    missing = _missing(x, weight, taps)
+    if impl == "triton" and missing is not None:
+        raise ValueError(f"impl: 'triton' needs {missing}")
+    if impl != "torch" and missing is None:
+        return tuple(ops.short_convolution(x, weight, bias, positions, parts, silu))
+    return short_convolution_reference(x, weight, bias, positions, taps, silu=silu).split(parts, -1)
 
 
-def _check_triton(x: Tensor, weight: Tensor, taps: Tensor | None) -> None:
+def _missing(x: Tensor, weight: Tensor, taps: Tensor | None) -> str | None:
+    """What Triton lacks for a call."""
     if not _HAS_TRITON:
-        missing = "the package triton, which is not installed"
-    elif x.device.type != "cuda":
-        missing = f"CUDA tensors, got {x.device}"
-    elif x.dtype not in _TRITON_DTYPES:
-        missing = f"x in bfloat16, float16 or float32, got {x.dtype}"
-    elif weight.shape[0] > _MAX_TAPS:
-        missing = f"K of at most {_MAX_TAPS}, got {weight.shape[0]}"
-    elif taps is not None:
-        missing = f"taps to be None, got {list(taps.shape)}"
-    else:
-        return
-    raise ValueError(f"impl: 'triton' needs {missing}")
+        return "the package triton, which is not installed"
+    if x.device.type != "cuda":
+        return f"CUDA tensors, got {x.device}"
+    if x.dtype not in _TRITON_DTYPES:
+        return f"x in bfloat16, float16 or float32, got {x.dtype}"
+    if weight.shape[0] > _MAX_TAPS:
+        return f"K of at most {_MAX_TAPS}, got {weight.shape[0]}"
+    if taps is not None:
+        return f"taps to be None, got {list(taps.shape)}"
+    return None
 
 
 def _check(
@@ -88,6 +93,7 @@ def _check(
     activation: str | None,
     positions: Tensor | None,
     taps: Tensor | None,
+    widths: list[int],
     impl: str,
 ) -> None:
     if impl not in _IMPLS:
@@ -100,6 +106,8 @@ def _check(
     if weight.ndim != 2 or weight.shape[0] < 1:
         raise ValueError(f"weight: expected [K, C] with K >= 1, got {list(weight.shape)}")
     size = weight.shape[0]
+    if sum(widths) != channels or any(width < 0 for width in widths):
+        raise ValueError(f"widths: expected numbers of at least 0, C = {channels} in all, got {widths}")
     check_shape("weight", "[K, C]", weight, (size, channels))
     if bias is not None:
         check_shape("bias", "[C]", bias, (channels,))

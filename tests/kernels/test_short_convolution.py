@@ -24,6 +24,12 @@ def inputs(length: int, *, size: int = 4, bias: bool = True, batch: int = 2) -> 
     return [x, weight, shift if bias else None]
 
 
+def convolve(*args: Any, **options: Any) -> Tensor:
+    """In one part."""
+    (y,) = short_convolution(*args, **options)
+    return y
+
+
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     kernel = weight.flip(0).t()[:, None]
     return F.conv1d(F.pad(x.mT, (weight.shape[0] - 1, 0)), kernel, bias, groups=x.shape[2]).mT
@@ -40,10 +46,18 @@ def positions(pieces: tuple[int, ...] = PIECES) -> Tensor:
 def test_equals_conv1d(size: int, bias: bool, length: int, activation: Any) -> None:
     args = inputs(length, size=size, bias=bias)
     expected = conv1d(*args)
-    results = short_convolution(*args, activation=activation), F.silu(expected) if activation else expected
+    results = convolve(*args, activation=activation), F.silu(expected) if activation else expected
     leaves = [y for y in args if y is not None]
     actual, expected = ([y, *torch.autograd.grad(y.square().sum(), leaves)] for y in results)
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("widths", [[6], [1, 2, 3], [0, 5, 0, 1], (4, 2, 0)])
+def test_parts(widths: list[int]) -> None:
+    args = inputs(5)
+    parts = short_convolution(*args, widths=widths)
+    assert [y.shape[-1] for y in parts] == list(widths)
+    torch.testing.assert_close(torch.cat(parts, -1), convolve(*args))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -54,7 +68,7 @@ def test_gradients(packed: bool, activation: Any) -> None:
     where = positions() if packed else None
 
     def function(x: Tensor, weight: Tensor, bias: Tensor, taps: Tensor | None = None) -> Tensor:
-        return short_convolution(x, weight, bias, activation=activation, positions=where, taps=taps)
+        return convolve(x, weight, bias, activation=activation, positions=where, taps=taps)
 
     assert torch.autograd.gradcheck(function, leaves)
 
@@ -63,8 +77,8 @@ def test_gradients(packed: bool, activation: Any) -> None:
 @each_activation
 def test_packed_is_each_alone(dtype: torch.dtype, activation: Any) -> None:
     x, weight, bias = inputs(12, batch=1)
-    packed = short_convolution(x, weight, bias, activation=activation, positions=positions().to(dtype))
-    alone = [short_convolution(piece, weight, bias, activation=activation) for piece in x.split(PIECES, 1)]
+    packed = convolve(x, weight, bias, activation=activation, positions=positions().to(dtype))
+    alone = [convolve(piece, weight, bias, activation=activation) for piece in x.split(PIECES, 1)]
     torch.testing.assert_close(packed, torch.cat(alone, 1))
 
 
@@ -72,7 +86,7 @@ def test_a_document_does_not_reach_the_others() -> None:
     x, weight, bias = (y.detach() for y in inputs(12, batch=1))
     spoilt = x.clone()
     spoilt[:, 3:8] = torch.nan
-    before, after = (short_convolution(y, weight, bias, positions=positions()) for y in (x, spoilt))
+    before, after = (convolve(y, weight, bias, positions=positions()) for y in (x, spoilt))
     for tokens in (slice(0, 3), slice(8, None)):
         assert torch.equal(before[:, tokens], after[:, tokens])
 
@@ -83,28 +97,28 @@ def test_goes_on_from_its_taps(size: int, activation: Any) -> None:
     x, weight, bias = inputs(12, size=size)
     before, ys = x.new_zeros(2, size - 1, 6), []
     for piece in x.split(PIECES, 1):
-        ys.append(short_convolution(piece, weight, bias, activation=activation, taps=before))
+        ys.append(convolve(piece, weight, bias, activation=activation, taps=before))
         before = torch.cat([before, piece], 1)[:, piece.shape[1] :]
-    torch.testing.assert_close(torch.cat(ys, 1), short_convolution(x, weight, bias, activation=activation))
+    torch.testing.assert_close(torch.cat(ys, 1), convolve(x, weight, bias, activation=activation))
 
 
 @each_activation
 def test_has_the_dtype_of_x(activation: Any) -> None:
     x, weight, bias = inputs(5)
-    assert short_convolution(x.bfloat16(), weight, bias, activation=activation).dtype == torch.bfloat16
-    assert short_convolution(x, weight.half(), bias.half(), activation=activation).dtype == torch.float64
+    assert convolve(x.bfloat16(), weight, bias, activation=activation).dtype == torch.bfloat16
+    assert convolve(x, weight.half(), bias.half(), activation=activation).dtype == torch.float64
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("packed", [False, True])
 def test_one_graph_over_lengths(packed: bool) -> None:
-    compiled = torch.compile(short_convolution, fullgraph=True, dynamic=True)
+    compiled = torch.compile(convolve, fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (11, 12, 30):
             x, weight, bias = inputs(length, batch=1 if packed else 2)
             where = positions((2, length - 2)) if packed else None
             options: dict[str, Any] = {"activation": "silu", "positions": where}
-            actual, expected = compiled(x, weight, bias, **options), short_convolution(x, weight, bias, **options)
+            actual, expected = compiled(x, weight, bias, **options), convolve(x, weight, bias, **options)
             torch.testing.assert_close(actual, expected)
             torch.testing.assert_close(*(torch.autograd.grad(y.sum(), [x, weight, bias]) for y in (actual, expected)))
 
@@ -119,6 +133,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "channels": ({"weight": torch.ones(4, 1)}, "weight: expected [K, C] = [4, 6], got [4, 1]"),
     "bias": ({"bias": torch.ones(1)}, "bias: expected [C] = [6], got [1]"),
     "taps": ({"taps": torch.ones(1, 4, 6)}, "taps: expected [B, K - 1, C] = [1, 3, 6], got [1, 4, 6]"),
+    "widths": ({"widths": [4, 3]}, "widths: expected numbers of at least 0, C = 6 in all, got [4, 3]"),
+    "no widths": ({"widths": []}, "widths: expected numbers of at least 0, C = 6 in all, got []"),
+    "negative widths": ({"widths": [7, -1]}, "widths: expected numbers of at least 0, C = 6 in all, got [7, -1]"),
     "positions": ({"positions": torch.arange(5)}, "positions: expected [1, T] = [1, 5], got [5]"),
     "packed rows": (
         {"x": torch.ones(2, 5, 6), "positions": torch.arange(5)[None]},
@@ -138,7 +155,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_errors(change: dict[str, Any], message: str) -> None:
     args: dict[str, Any] = {"x": torch.ones(1, 5, 6), "weight": torch.ones(4, 6)} | change
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        short_convolution(**args)
+        convolve(**args)
     assert str(error.value) == message
 
 
@@ -162,5 +179,5 @@ def test_what_triton_cannot(options: dict[str, Any], taps: bool, missing: str) -
         if not taps:
             del args["taps"]
         with pytest.raises(ValueError) as error:  # noqa: PT011
-            short_convolution(**args, impl="triton")
+            convolve(**args, impl="triton")
     assert str(error.value) == f"impl: 'triton' needs {missing}"

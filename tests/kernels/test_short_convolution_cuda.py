@@ -49,7 +49,7 @@ def inputs(
 def results(x: dict[str, Any], **options: Any) -> list[Tensor]:
     """y, and the gradients of every leaf."""
     arguments: dict[str, Any] = {"impl": "triton", "activation": "silu"} | options
-    y = short_convolution(**x, **arguments)
+    y = torch.cat(short_convolution(**x, **arguments), -1)
     grad_y = torch.randn(y.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0)).bfloat16().to(y)
     return [y.detach(), *torch.autograd.grad(y, [z for z in x.values() if z.requires_grad], grad_y)]
 
@@ -82,6 +82,18 @@ def test_sizes(size: int, channels: int) -> None:
     assert_near(results(x), exact(x), 1e-5)
 
 
+@pytest.mark.parametrize("pieces", [None, PIECES], ids=["dense", "packed"])
+def test_parts(pieces: tuple[int, ...] | None) -> None:
+    x = inputs(1000, pieces=pieces)
+    actual, expected = results(x, widths=[1024, 100, 0, 1948]), results(x)
+    assert all(torch.equal(y, z) for y, z in zip(actual, expected, strict=True))
+
+
+def test_auto_is_triton() -> None:
+    x = inputs(200)
+    assert all(torch.equal(y, z) for y, z in zip(results(x, impl="auto"), results(x), strict=True))
+
+
 def test_autocast() -> None:
     x = inputs(200, dtype=FP32)
     x["x"] = x["x"].detach().bfloat16().requires_grad_()
@@ -96,16 +108,18 @@ def test_autocast() -> None:
 def test_ops_are_sound(pieces: tuple[int, ...] | None, bias: bool) -> None:
     x = inputs(70, channels=100, batch=2, dtype=FP32, pieces=pieces, bias=bias)
     args = x["x"], x["weight"], x.get("bias"), x.get("positions")
-    torch.library.opcheck(ops.short_convolution, (*args, True))
+    torch.library.opcheck(ops.short_convolution, (*args, [60, 40], True))
     plain = [None if y is None else y.detach() for y in args]
-    torch.library.opcheck(ops.short_convolution_backward, (torch.ones_like(x["x"].detach()), *plain, True))
+    grad_parts = [torch.ones_like(part) for part in x["x"].detach().split([60, 40], -1)]
+    torch.library.opcheck(ops.short_convolution_backward, (grad_parts, *plain, True))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_one_graph_over_lengths(packed: bool) -> None:
     def loss(x: dict[str, Any]) -> Tensor:
-        return short_convolution(**x, activation="silu").float().square().mean()
+        parts = short_convolution(**x, activation="silu", widths=[32, 64], impl="triton")
+        return torch.cat(parts, -1).float().square().mean()
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -133,14 +147,14 @@ def test_offsets_beyond_32_bits() -> None:
     seq_len = 2**31 // channels + 1000
     x = torch.randn(1, seq_len, channels, device=DEVICE, dtype=BF16)
     weight = torch.randn(4, channels, device=DEVICE, dtype=BF16)
-    y = ops.short_convolution(x, weight, None, None, True)
-    last = ops.short_convolution(x[:, -tail:], weight, None, None, True)
+    (y,) = ops.short_convolution(x, weight, None, None, [channels], True)
+    (last,) = ops.short_convolution(x[:, -tail:], weight, None, None, [channels], True)
     assert torch.equal(y[:, 3 - tail :], last[:, 3:])
     del y
     grad_y = torch.zeros_like(x)
     grad_y[:, -tail + 3 :] = 1
-    grad_x, grad_weight, _ = ops.short_convolution_backward(grad_y, x, weight, None, None, True)
-    alone = ops.short_convolution_backward(grad_y[:, -tail:], x[:, -tail:], weight, None, None, True)
+    grad_x, grad_weight, _ = ops.short_convolution_backward([grad_y], x, weight, None, None, True)
+    alone = ops.short_convolution_backward([grad_y[:, -tail:]], x[:, -tail:], weight, None, None, True)
     assert torch.equal(grad_x[:, -tail:], alone[0])
     assert not grad_x[:, : -tail - 3].any()
     torch.testing.assert_close(grad_weight, alone[1], rtol=1e-2, atol=1e-2)

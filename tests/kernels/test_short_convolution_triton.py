@@ -66,17 +66,21 @@ def kernels(
     dtype: torch.dtype = torch.float32,
     view: Callable[[Tensor], Tensor] = lambda y: y,
     view_grad: Callable[[Tensor], Tensor] | None = None,
+    widths: list[int] | None = None,
 ) -> dict[str, Tensor]:
     """The same from the launchers."""
     given = {name: y.detach().to(DEVICE) for name, y in x.items()}
     given = {name: y.to(dtype) if y.is_floating_point() else y for name, y in given.items()}
     tensors = view(given["x"]), given["weight"], given.get("bias"), given.get("positions")
-    y = convolution_forward(*tensors, silu=silu)
-    grads = convolution_backward((view_grad or view)(given["grad_y"]), *tensors, silu=silu)
-    assert all(z.is_contiguous() and z.dtype == dtype for z in (y, *grads))
-    assert all(z.untyped_storage().nbytes() == z.nbytes for z in (y, *grads))
+    widths = [x["x"].shape[2]] if widths is None else widths
+    parts = convolution_forward(*tensors, widths, silu=silu)
+    grad_parts = (view_grad or view)(given["grad_y"]).split(widths, -1)
+    grads = convolution_backward(list(grad_parts), *tensors, silu=silu)
+    assert [list(y.shape) for y in parts] == [[*x["x"].shape[:2], width] for width in widths]
+    assert all(z.is_contiguous() and z.dtype == dtype for z in (*parts, *grads))
+    assert all(z.untyped_storage().nbytes() == z.nbytes for z in (*parts, *grads))
     assert grads[2].shape == (given["bias"].shape if "bias" in x else (0,))
-    found = {"y": y} | {name: grad for name, grad in zip(LEAVES, grads, strict=True) if name in x}
+    found = {"y": torch.cat(parts, -1)} | {name: grad for name, grad in zip(LEAVES, grads, strict=True) if name in x}
     return {name: z.double().cpu() for name, z in found.items()}
 
 
@@ -111,6 +115,11 @@ def test_channels(channels: int, size: int) -> None:
     check(inputs(9, channels=channels, size=size))
 
 
+@pytest.mark.parametrize("widths", [[1, 2, 297], [256, 44], [150, 0, 150], [0, 300, 0], [128, 128, 44]])
+def test_parts(widths: list[int]) -> None:
+    check(inputs(70, channels=300), widths=widths)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
 @pytest.mark.parametrize("silu", [False, True])
 def test_packed(size: int, silu: bool) -> None:
@@ -129,8 +138,8 @@ def test_parameters_of_other_dtypes() -> None:
     given = {name: y.detach().to(DEVICE, torch.float16 if name in ("x", "grad_y") else None) for name, y in x.items()}
     tensors = given["x"], given["weight"].float(), given["bias"].bfloat16(), None
     x["bias"] = tensors[2].double().cpu().requires_grad_()
-    y = convolution_forward(*tensors, silu=True)
-    grads = convolution_backward(given["grad_y"], *tensors, silu=True)
+    (y,) = convolution_forward(*tensors, [16], silu=True)
+    grads = convolution_backward([given["grad_y"]], *tensors, silu=True)
     assert [z.dtype for z in (y, *grads)] == [torch.float16, torch.float16, torch.float32, torch.bfloat16]
     actual = {name: z.double().cpu() for name, z in zip(("y", *LEAVES), (y, *grads), strict=True)}
     assert_near(actual, reference(x), 5e-3)

@@ -11,12 +11,18 @@ from torch import Tensor
 
 from zoo.kernels.short_convolution.triton.kernels import backward_kernel, forward_kernel
 
-_ROWS, _STEP, _WARPS = 128, 4, 2
+_ROWS, _STEP, _WARPS, _PER_THREAD = 64, 4, 2, 4
 
 
 def convolution_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor | None, *, silu: bool
-) -> Tensor:
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    widths: list[int],
+    *,
+    silu: bool,
+) -> list[Tensor]:
     """The convolution.
 
     Args:
@@ -24,26 +30,33 @@ def convolution_forward(
         weight: [K, C].
         bias: [C], or None.
         positions: [1, T] within each document, with B = 1, or None.
+        widths: of the parts of y, C in all.
         silu: whether SiLU follows.
 
     Returns:
-        y [B, T, C] in the dtype of x.
+        The parts of y, [B, T, width] in the dtype of x.
     """
-    y = x.new_empty(x.shape)
-    grid, sizes = _schedule(x, weight)
+    parts = [x.new_empty(*x.shape[:2], width) for width in widths]
+    grid, sizes = _schedule(x, weight, widths)
     rows = _rows(x)
     inputs = rows, *(None if z is None else z.contiguous() for z in (weight, bias, positions))
-    forward_kernel[grid](*inputs, y, rows.shape[0], x.shape[1], X_ROW=rows.stride(0), SILU=silu, **sizes)
-    return y
+    forward_kernel[grid](*inputs, tuple(parts), rows.shape[0], x.shape[1], X_ROW=rows.stride(0), SILU=silu, **sizes)
+    return parts
 
 
 def convolution_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor | None, *, silu: bool
+    grad_parts: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    *,
+    silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `convolution_forward`.
 
     Args:
-        grad_y: [B, T, C].
+        grad_parts: [B, T, width] of each part.
         x: [B, T, C].
         weight: [K, C].
         bias: [C], or None.
@@ -54,14 +67,14 @@ def convolution_backward(
         The gradients of x, weight and bias (of size 0 if that is None), each in the dtype of its own.
     """
     taps, channels = weight.shape
-    grid, sizes = _schedule(x, weight)
+    grid, sizes = _schedule(x, weight, [part.shape[2] for part in grad_parts])
     rows = _rows(x)
     runs = triton.cdiv(rows.shape[0], _ROWS)
     grad_x = x.new_empty(x.shape)
     partial = x.new_empty(runs, taps + (bias is not None), channels, dtype=torch.float32)
     inputs = rows, *(None if z is None else z.contiguous() for z in (weight, bias, positions))
     backward_kernel[grid](
-        grad_y.contiguous(),
+        tuple(part.contiguous() for part in grad_parts),
         *inputs,
         grad_x,
         partial,
@@ -76,13 +89,15 @@ def convolution_backward(
     return grad_x, grad_weight, grad_bias
 
 
-def _schedule(x: Tensor, weight: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+def _schedule(x: Tensor, weight: Tensor, widths: list[int]) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the compiled sizes: the more taps, the fewer channels a thread has."""
     taps, channels = weight.shape
-    block = min(32 * _WARPS * (4 if taps <= 4 else 2 if taps <= 8 else 1), triton.next_power_of_2(channels))
-    grid = triton.cdiv(x.shape[0] * x.shape[1], _ROWS) * triton.cdiv(channels, block)
-    sizes = {"CHANNELS": channels, "TAPS": taps, "ROWS": _ROWS, "STEP": _STEP, "BLOCK": block, "num_warps": _WARPS}
-    return (grid,), sizes
+    per_thread = max(1, _PER_THREAD // (1 if taps <= 4 else 2 if taps <= 8 else 4))
+    block = min(32 * _WARPS * per_thread, triton.next_power_of_2(max(widths)))
+    blocks = sum(triton.cdiv(width, block) for width in widths)
+    sizes = {"CHANNELS": channels, "WIDTHS": tuple(widths), "BLOCKS": blocks, "TAPS": taps}
+    sizes |= {"ROWS": _ROWS, "STEP": _STEP, "BLOCK": block, "num_warps": _WARPS}
+    return (triton.cdiv(x.shape[0] * x.shape[1], _ROWS) * blocks,), sizes
 
 
 def _rows(x: Tensor) -> Tensor:
