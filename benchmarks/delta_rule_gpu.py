@@ -4,39 +4,46 @@
     python benchmarks/delta_rule_gpu.py ops gated --compile-ahead --out results   # these; the file keeps the others
 
 GPU time is that of CUDA graph replays. Eager time is a call's, with what the host takes, after a flush of the L2 cache.
-Both sides get the same tensors, beta in bf16 too, and normalise q and k themselves.
 
 Shapes: B batch, T tokens, H heads, D head dimension of keys and values.
 """
 
-import argparse
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.files import require_writable, write_whole
-from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
-from zoo.machine import describe
+from zoo.kernels.delta_rule import recurrent_delta_rule
 
-DEVICE = torch.device("cuda")
-CHUNK = 64
-QUANTILES = (0.5, 0.2, 0.8)
+sys.path.insert(0, str(Path(__file__).parent))  # not there under PYTHONSAFEPATH, nor in the processes of `start`
+from delta_rule_calls import (
+    CHUNK,
+    STEPS,
+    Inputs,
+    Rule,
+    chunk_rules,
+    compare,
+    forward,
+    forward_backward,
+    make_gradients,
+    make_inputs,
+    make_stateful,
+    rules,
+)
+from delta_rule_plots import plot_lengths, plot_ops
+from harness import DEVICE, Benchmark, Part, call_ms, graph_ms, rounded, show
+
 HARD_SHAPE = 2, 2048, 16  # B, T, H of the section on errors
 LENGTHS = [8192, 16384, 32768, 65536, 131072]
 
@@ -51,147 +58,16 @@ TARGETS: dict[tuple[int, ...], tuple[float, float, float | None]] = {
 FIRST_SHAPE = next(iter(TARGETS))
 MAX_ERROR_RATIO, MAX_FLOAT32_ERROR, MAX_GROWTH, MAX_FIRST_CALL_S = 1.1, 1e-4, 1.1, 30
 
-Inputs = dict[str, Tensor]
-"""A rule's arguments by name: q, k, v, beta, and g and initial_state where there are any."""
-Rule = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-def rules(ours: Rule, operation: str, name: str) -> dict[str, Rule]:
-    """Ours, and FLA's function of that operation where FLA can be imported."""
-    both: dict[str, Rule] = {"ours": partial(ours, qk_l2norm=True)}
-    try:
-        theirs = getattr(import_module(f"fla.ops.{operation}"), name)
-    except ImportError:
-        return both
-
-    def fla(**inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        return theirs(**inputs, output_final_state="initial_state" in inputs, use_qk_l2norm_in_kernel=True)
-
-    return both | {"fla": fla}
-
-
-def chunk_rules(*, gated: bool = False) -> dict[str, Rule]:
-    """The chunked rule of both."""
-    operation = "gated_delta_rule" if gated else "delta_rule"
-    return rules(chunk_delta_rule, operation, f"chunk_{operation}")
-
-
-def make_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, *, gated: bool = False) -> Inputs:
-    """Normal q, k, v; beta in (0, 1); g a log sigmoid near -0.07."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    draw = partial(torch.randn, generator=generator, device=DEVICE)
-    inputs = {name: draw(shape, dtype=dtype) for name in "qkv"}
-    inputs["beta"] = torch.rand(shape[:3], generator=generator, device=DEVICE, dtype=dtype)
-    if gated:
-        inputs["g"] = F.logsigmoid(3 + draw(shape[:3]))
-    return {name: x.requires_grad_() for name, x in inputs.items()}
-
-
-def make_stateful(head_dim: int, keys: str, beta: float | None, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Hard inputs with an initial state: keys "random", "similar" (cosine 0.99) or "zero"; beta in (0, 2) if None."""
-    shape = *HARD_SHAPE, head_dim
-    inputs = {name: x.detach() for name, x in make_inputs(shape, dtype).items()}
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    draw = partial(torch.randn, generator=generator, device=DEVICE)
-    if keys == "similar":
-        shared = F.normalize(draw(shape[2:]), dim=-1) * head_dim**0.5
-        inputs["k"] = (shared + (1 / 0.99 - 1) ** 0.5 * inputs["k"]).to(dtype)
-        cosine = F.cosine_similarity(inputs["k"][:, 1:].float(), inputs["k"][:, :-1].float(), dim=-1).mean().item()
-        if abs(cosine - 0.99) > 0.002:
-            raise RuntimeError(f"keys meant to have cosine 0.99 have {cosine}")
-    elif keys == "zero":
-        inputs["k"] = torch.zeros_like(inputs["k"])
-    inputs["beta"] = 2 * inputs["beta"] if beta is None else torch.full_like(inputs["beta"], beta)
-    inputs["initial_state"] = draw(shape[0], shape[2], head_dim, head_dim)
-    return {name: x.requires_grad_() for name, x in inputs.items()}
-
-
-def make_gradients(inputs: Inputs) -> list[Tensor]:
-    """The gradient that comes back through o, and through the final state where there is an initial one."""
-    generator = torch.Generator(DEVICE).manual_seed(2)
-    results = [x for name, x in inputs.items() if name in ("v", "initial_state")]
-    return [torch.randn(x.shape, generator=generator, device=DEVICE, dtype=x.dtype) for x in results]
-
-
-def forward(rule: Rule, inputs: Inputs, _: list[Tensor]) -> Any:
-    """Without gradients, as in prefill."""
-    with torch.no_grad():
-        return rule(**inputs)
-
-
-def forward_backward(rule: Rule, inputs: Inputs, gradients: list[Tensor]) -> dict[str, Tensor]:
-    """The results that have an upstream gradient, and the gradient of every input, by name."""
-    results = rule(**inputs)[: len(gradients)]
-    found = torch.autograd.grad([x for x in results if x is not None], list(inputs.values()), gradients)
-    named = dict(zip(("o", "final_state"), (x.detach() for x in results if x is not None), strict=False))
-    return named | {f"d{name}": x for name, x in zip(inputs, found, strict=True)}
-
-
-STEPS = {"forward": forward, "forward_backward": forward_backward}
-
-
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None = None, initial_state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The rule by chunks, q and k normalised, in the dtype of its inputs; the gradients are autograd's own."""
-    g = torch.zeros_like(beta) if g is None else g
-    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if initial_state is None else initial_state
-    outputs = []
-    chunks = ((x if x.ndim == 4 else x[..., None]).transpose(1, 2).split(CHUNK, 2) for x in (q, k, v, beta, g))
-    for q_c, k_c, v_c, beta_c, g_c in zip(*chunks, strict=True):
-        decay = g_c.cumsum(2)
-        above = torch.ones(2 * decay.shape[2:3], dtype=torch.bool, device=q.device).triu(1)
-        between = (decay - decay.mT).masked_fill(above, -math.inf).exp()
-        system = beta_c * (k_c @ k_c.mT * between).tril(-1) + torch.eye(len(above), dtype=q.dtype, device=q.device)
-        written = beta_c * (v_c - decay.exp() * (k_c @ state))
-        delta = torch.linalg.solve_triangular(system, written, upper=False)
-        outputs.append(decay.exp() * (q_c @ state) + (q_c @ k_c.mT * between) @ delta)
-        state = decay[:, :, -1:].exp() * state + (k_c * between[:, :, -1:].mT).mT @ delta
-    return torch.cat(outputs, 2).transpose(1, 2) * q.shape[-1] ** -0.5, state
-
-
-def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
-    """|actual - expected| / |expected| of each; the difference itself, as NAME_absolute, where that is zero."""
-    errors = {}
-    for name, exact in expected.items():
-        difference, size = (actual[name].double() - exact).norm().item(), exact.norm().item()
-        errors[name if size else f"{name}_absolute"] = rounded(difference / size if size else difference)
-    return errors
-
-
-def compare(both: dict[str, Rule], inputs: Inputs, gradients: list[Tensor], rows: int | None = None) -> dict[str, Any]:
-    """The errors of each side, of the first rows of the batch, against the reference in float64; and their ratios."""
-    exact = forward_backward(
-        reference,
-        {name: x.detach()[:rows].double().requires_grad_() for name, x in inputs.items()},
-        [x[:rows].double() for x in gradients],
-    )
-    errors: dict[str, Any] = {}
-    for side, rule in both.items():
-        found = {name: x[:rows] for name, x in forward_backward(rule, inputs, gradients).items()}
-        errors[side] = relative_errors(found, exact)
-    if "fla" in errors:
-        errors["ours_over_fla"] = {
-            name: rounded(error / errors["fla"][name])
-            for name, error in errors["ours"].items()
-            if error is not None and errors["fla"][name] and not name.endswith("_absolute")
-        }
-    return errors
-
 
 def gpu_times(calls: dict[str, Callable[[], Any]]) -> tuple[str, dict[str, Any]]:
     """How it was measured, and milliseconds of each: CUDA graphs, or the profiler for all if one cannot be captured."""
-    from triton.testing import do_bench_cudagraph
-
-    try:
-        return "cuda_graph", {
-            name: spread(do_bench_cudagraph(c, rep=50, quantiles=QUANTILES)) for name, c in calls.items()
-        }
-    except RuntimeError as error:
-        print(f"no CUDA graph, so the profiler's sum: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-        torch.cuda.synchronize()
-        return "profiler_sum", {name: {"median": rounded(profiled_ms(call))} for name, call in calls.items()}
+    times = {}
+    for name, call in calls.items():
+        marks = graph_ms(call)
+        if marks is None:
+            return "profiler_sum", {name: {"median": rounded(profiled_ms(call))} for name, call in calls.items()}
+        times[name] = spread(marks)
+    return "cuda_graph", times
 
 
 def profiled_ms(call: Callable[[], Any], count: int = 10) -> float:
@@ -209,13 +85,11 @@ def profiled_ms(call: Callable[[], Any], count: int = 10) -> float:
 
 def measure(both: dict[str, Rule], inputs: Inputs, gradients: list[Tensor], steps: tuple[str, ...]) -> dict[str, Any]:
     """GPU and eager milliseconds of the steps for each side, and how many times as fast as FLA ours is."""
-    from triton.testing import do_bench
-
     found: dict[str, Any] = {}
     for step in steps:
         calls = {side: partial(STEPS[step], rule, inputs, gradients) for side, rule in both.items()}
         method, gpu = gpu_times(calls)
-        eager = {side: spread(do_bench(call, warmup=15, rep=60, quantiles=QUANTILES)) for side, call in calls.items()}
+        eager = {side: spread(call_ms(call)) for side, call in calls.items()}
         found[step] = {"gpu_method": method, "gpu_ms": gpu, "eager_ms": eager}
         if "fla" in both:
             times = {"gpu": gpu, "eager": eager}
@@ -225,20 +99,9 @@ def measure(both: dict[str, Rule], inputs: Inputs, gradients: list[Tensor], step
     return found
 
 
-def spread(marks: Any) -> dict[str, float | None]:
+def spread(marks: list[float]) -> dict[str, float | None]:
     """The quantiles by name."""
     return {name: rounded(mark) for name, mark in zip(("median", "p20", "p80"), marks, strict=True)}
-
-
-def rounded(value: float) -> float | None:
-    """To four digits; None for what JSON does not know."""
-    return float(f"{value:.4g}") if math.isfinite(value) else None
-
-
-def show(*cells: Any) -> None:
-    """A line of a table."""
-    words = ["-" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells]
-    print(f"{words[0]:<34}" + "".join(f"{word:>13}" for word in words[1:]), flush=True)
 
 
 def show_errors(label: str, errors: dict[str, Any]) -> None:
@@ -258,12 +121,10 @@ def verdict(name: str, value: float | None, target: float, *, least: bool) -> di
 
 def copy_bandwidth() -> float:
     """Bytes a second that a large copy reads and writes."""
-    from triton.testing import do_bench
-
     source = torch.empty(2**31, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
-    elapsed: Any = do_bench(lambda: target.copy_(source), return_mode="median")
-    return 2e3 * source.numel() / elapsed
+    median, *_ = call_ms(lambda: target.copy_(source))
+    return 2e3 * source.numel() / median
 
 
 def ops() -> dict[str, Any]:
@@ -306,14 +167,14 @@ def errors() -> dict[str, Any]:
     rows, ratios = [], []
     for head_dim in (128, 64):
         for keys, beta in cases:
-            inputs = make_stateful(head_dim, keys, beta)
+            inputs = make_stateful((*HARD_SHAPE, head_dim), keys, beta)
             found = compare(both, inputs, make_gradients(inputs))
             name = "in (0, 2)" if beta is None else beta
             finite = all(error is not None for error in found["ours"].values())
             rows.append({"D": head_dim, "keys": keys, "beta": name, "finite": finite, "errors": found})
             ratios += found.get("ours_over_fla", {}).values()
             show_errors(f"D {head_dim} {keys}, beta {name}", found)
-    inputs = make_stateful(128, "random", None, torch.float32)
+    inputs = make_stateful((*HARD_SHAPE, 128), "random", None, torch.float32)
     float32 = compare({"ours": chunk_rules()["ours"]}, inputs, make_gradients(inputs))["ours"]
     show_errors("D 128 random, float32", {"ours": float32})
     worst = max((math.inf if error is None else error for error in float32.values()), default=0)
@@ -461,7 +322,6 @@ def saved_bytes(head_dim: int) -> float:
     return float(4 * head_dim + 4 + 2 * head_dim + 2 * head_dim**2 / CHUNK + 2 * 2 * CHUNK + 3 * 4)
 
 
-SECTIONS = {section.__name__: section for section in (ops, errors, lengths, gated, step, cold, memory)}
 COMPILED_AHEAD = {"ops": (64, 128, 256), "errors": (64, 128), "gated": (128,)}
 
 
@@ -470,7 +330,7 @@ def compile_ahead(section: str, head_dim: int) -> None:
     both = chunk_rules(gated=section == "gated")
     shapes = [FIRST_SHAPE] if section == "gated" else [shape for shape in TARGETS if shape[3] == head_dim]
     batches = (make_inputs(shape, gated=section == "gated") for shape in shapes)
-    for inputs in [make_stateful(head_dim, "random", None)] if section == "errors" else batches:
+    for inputs in [make_stateful((*HARD_SHAPE, head_dim), "random", None)] if section == "errors" else batches:
         for rule in both.values():
             forward(rule, inputs, [])
             forward_backward(rule, inputs, make_gradients(inputs))
@@ -493,144 +353,29 @@ def compile_in_parallel(sections: list[str]) -> None:
         print(f"compiled {job}" if child.returncode == 0 else f"{job} failed to compile", file=sys.stderr, flush=True)
 
 
-def plot_ops(result: dict[str, Any], path: Path) -> None:
-    """GPU milliseconds of both sides at each shape."""
-    from matplotlib.figure import Figure
-
-    rows = result["ops"]["shapes"]
-    names = [" ".join(f"{key}{size}" for key, size in row["shape"].items()) for row in rows]
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for axes, step in zip(figure.subplots(1, 2, sharey=True), STEPS, strict=True):
-        sides = list(rows[0][step]["gpu_ms"])
-        height = 0.8 / len(sides)
-        for i, side in enumerate(sides):
-            places = [position - 0.4 + (i + 0.5) * height for position in range(len(rows))]
-            values = [row[step]["gpu_ms"][side]["median"] or 0 for row in rows]
-            label = "this repository" if side == "ours" else f"FLA {result['fla']}"
-            bars = axes.barh(places, values, height * 0.92, color=("C0", "0.75")[i], label=label)
-            axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
-        floors = [row[step]["floor_ms"] for row in rows]
-        tops = [position - 0.4 for position in range(len(rows))]
-        axes.vlines(floors, tops, [top + 0.8 for top in tops], colors="k", linewidth=1, label="bytes / bandwidth")
-        axes.set_yticks(range(len(rows)), names)
-        axes.set_title(f"{step.replace('_', ' + ')}, GPU ms", loc="left", fontsize=11)
-        finish(axes)
-    figure.axes[0].invert_yaxis()
-    save(figure, f"Chunked delta rule, bf16, {title(result)}", path)
+SECTIONS = (ops, errors, lengths, gated, step, cold, memory)
+PLOTS = {ops: plot_ops, lengths: plot_lengths}
 
 
-def plot_lengths(result: dict[str, Any], path: Path) -> None:
-    """Milliseconds and memory per 1024 tokens over T."""
-    from matplotlib.figure import Figure
-
-    rows = result["lengths"]["rows"]
-    ticks = range(len(rows))
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    times, peaks = figure.subplots(1, 2)
-    for name in STEPS:
-        times.plot(ticks, [row[f"{name}_ms_per_1k"] for row in rows], "o-", label=name.replace("_", " + "))
-    times.set_title("GPU ms per 1024 tokens", loc="left", fontsize=11)
-    peaks.plot(ticks, [row["peak_bytes"] / row["T"] / 1024 for row in rows], "o-", color="C1")
-    peaks.set_title("peak MiB per 1024 tokens, beside the inputs", loc="left", fontsize=11)
-    for axes in (times, peaks):
-        axes.set_xticks(ticks, [f"{row['T'] // 1024}K" for row in rows])
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("T")
-        finish(axes)
-    save(figure, f"Chunked delta rule, bf16, {result['lengths']['shape']}, {title(result)}", path)
-
-
-def finish(axes: Any) -> None:
-    """Light, with room for labels."""
-    axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def save(figure: Any, heading: str, path: Path) -> None:
-    """Put a legend and a heading on it, and write it."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11)
-    write_whole(path, lambda temporary: figure.savefig(temporary, dpi=100))
-
-
-def title(result: dict[str, Any]) -> str:
-    """The device and the versions."""
-    return f"{result['machine']['device']}, torch {result['machine']['torch']}, Triton {result['machine']['triton']}"
-
-
-PLOTS = {"ops": plot_ops, "lengths": plot_lengths}
-
-
-def previous(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
-    """The sections in a file of the same machine, versions and commit."""
-    if not path.exists():
-        return {}
-    result = json.loads(path.read_text())
-    if all(result["machine"][key] == machine[key] for key in ("device", "torch", "triton", "commit")):
-        return {name: section for name, section in result.items() if name in SECTIONS}
-    print(f"{path} is of another machine, version or commit: it will be replaced", file=sys.stderr, flush=True)
-    return {}
-
-
-def slug(device: str) -> str:
-    """The name of a GPU for a file: h200 for NVIDIA H200."""
-    return re.sub(r"[^a-z0-9]+", "_", device.lower().removeprefix("nvidia").strip()).strip("_")
-
-
-def parse_args() -> argparse.Namespace:
-    """The command line."""
-    listed = "\n".join(f"  {name:<9}{(section.__doc__ or '').rstrip('.')}" for name, section in SECTIONS.items())
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0] if __doc__ else None,
-        epilog=f"sections:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def main() -> None:
+    """Measure and plot what the command line asks for."""
+    benchmark = Benchmark(
+        name="delta_rule",
+        kind="section",
+        parts={section.__name__: Part(section.__doc__ or "", section, PLOTS.get(section)) for section in SECTIONS},
+        fla_module="fla.ops.delta_rule",
+        settings={"dtype": "bfloat16"},
     )
-    parser.add_argument(
-        "sections", nargs="*", metavar="SECTION", help="what to measure, see below; default: everything"
-    )
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the JSON and the plots (default: .)")
+    parser = benchmark.make_parser((__doc__ or "").partition("\n")[0], out="the JSON and the plots")
     parser.add_argument(
         "--compile-ahead",
         action="store_true",
         help="first compile what the sections need in several processes: FLA tunes, and one process takes minutes",
     )
-    args = parser.parse_args()
-    if unknown := [name for name in args.sections if name not in SECTIONS]:
-        parser.error(f"unknown section {unknown[0]!r}: expected some of {', '.join(SECTIONS)}")
-    args.sections = [name for name in SECTIONS if name in args.sections or not args.sections]
-    try:
-        require_writable(args.out)
-    except OSError as error:
-        parser.error(f"--out: cannot write there: {error}")
-    return args
-
-
-def main() -> None:
-    """Measure, print, write after each section."""
-    args = parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("delta_rule_gpu needs a CUDA GPU, and torch finds none here.")
-    machine = describe(DEVICE)
-    path = args.out / f"delta_rule_{slug(machine['device'])}.json"
-    try:
-        fla = version("flash-linear-attention")
-        import_module("fla.ops.delta_rule")
-    except (ImportError, PackageNotFoundError) as error:
-        fla = None
-        print(f"FLA cannot be imported ({error}): its columns are absent.", flush=True)
-    result = {"machine": machine, "fla": fla, "dtype": "bfloat16"} | previous(path, machine)
+    args = benchmark.parse_args(parser)
     if args.compile_ahead:
-        compile_in_parallel(args.sections)
-    for name in args.sections:
-        begin = time.perf_counter()
-        print(f"\n{name}: {SECTIONS[name].__doc__}", flush=True)
-        result[name] = SECTIONS[name]()
-        write_whole(path, lambda temporary: temporary.write_text(json.dumps(result, indent=2) + "\n"))
-        if name in PLOTS:
-            PLOTS[name](result, path.with_name(f"{path.stem}_{name}.png"))
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-    print(path)
+        compile_in_parallel(args.parts)
+    benchmark.run(args.parts, args.out)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,12 @@ same followed by the delta rule, with the norm compiled in front of the kernel a
 Shapes: B batch, T tokens, H heads, D head dimension, C = 3 H D channels, K taps.
 """
 
-import argparse
-import json
-import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -30,22 +25,21 @@ import torch
 from torch import Tensor
 
 from zoo import components
-from zoo.files import require_writable, write_whole
 from zoo.kernels.delta_rule import chunk_delta_rule
 from zoo.kernels.normalize import l2_normalize
 from zoo.kernels.short_convolution import short_convolution
-from zoo.machine import describe
 from zoo.mixers import feature_maps
 from zoo.mixers.context import Context
 from zoo.mixers.delta_net import DeltaNet
 
-DEVICE = torch.device("cuda")
+sys.path.insert(0, str(Path(__file__).parent))  # not there under PYTHONSAFEPATH
+from harness import DEVICE, Benchmark, Part, call_ms, graph_ms, relative_errors, rounded, show
+
 DTYPE = torch.bfloat16
 WIDTH, HEADS, HEAD_DIM = 1024, 8, 128
 SHAPES = {"dense": (16, 2048), "packed": (1, 32768)}
 DOCUMENT = 1000
 TOLERANCE = 2e-2
-QUANTILES = (0.5, 0.2, 0.8)
 
 Call = Callable[[], tuple[Tensor, ...]]
 """Computes the outputs that have an upstream gradient."""
@@ -161,56 +155,40 @@ def forward_backward(call: Call, leaves: list[Tensor], gradients: list[Tensor]) 
 
 def times(call: Call, leaves: list[Tensor], gradients: list[Tensor], floors: dict[str, int]) -> dict[str, Any]:
     """Milliseconds of a call, the host included, and of its CUDA graph; terabytes of the floor a second."""
-    from triton.testing import do_bench
-
     steps = {"forward": partial(forward, call), "forward_backward": partial(forward_backward, call, leaves, gradients)}
     found: dict[str, Any] = {}
     for name, step in steps.items():
-        marks: Any = do_bench(step, warmup=15, rep=60, quantiles=QUANTILES)
-        row: dict[str, Any] = dict(zip(("ms", "p20_ms", "p80_ms"), (round(mark, 4) for mark in marks), strict=True))
-        row["gpu_ms"] = graph_ms(step)
+        row: dict[str, Any] = dict(zip(("ms", "p20_ms", "p80_ms"), map(rounded, call_ms(step)), strict=True))
+        replayed = graph_ms(step)
+        row["gpu_ms"] = None if replayed is None else rounded(replayed[0])
         if floors:
             row["floor_bytes"] = floors[name]
-            row["tb_per_s"] = round(floors[name] / row["ms"] / 1e9, 3)
-            row["gpu_tb_per_s"] = None if row["gpu_ms"] is None else round(floors[name] / row["gpu_ms"] / 1e9, 3)
+            for kind in ("", "gpu_"):
+                elapsed = row[f"{kind}ms"]
+                row[f"{kind}tb_per_s"] = None if elapsed is None else rounded(floors[name] / elapsed / 1e9)
         found[name] = row
     return found
 
 
-def graph_ms(step: Callable[[], Any]) -> float | None:
-    """Median milliseconds of CUDA graph replays, or None where the step cannot be captured."""
-    from triton.testing import do_bench_cudagraph
-
-    try:
-        elapsed: Any = do_bench_cudagraph(step, rep=50, return_mode="median")
-    except RuntimeError as error:
-        print(f"no CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-        torch.cuda.synchronize()
-        return None
-    return round(elapsed, 4)
-
-
-def show(label: str, found: dict[str, Any]) -> None:
+def show_times(label: str, found: dict[str, Any]) -> None:
     """A line of the table for each step."""
     for name, row in found.items():
-        keys = ("ms", "gpu_ms", "tb_per_s", "gpu_tb_per_s")
-        cells = ["-" if row.get(key) is None else f"{row[key]:.3f}" for key in keys]
-        print(f"{label:<30}{name:<18}" + "".join(f"{cell:>12}" for cell in cells), flush=True)
+        cells = [row.get(key) for key in ("ms", "gpu_ms", "tb_per_s", "gpu_tb_per_s")]
+        show(label, name.replace("_backward", "+bwd"), *cells)
 
 
-def require_close(label: str, actual: list[Tensor], expected: list[Tensor], names: list[str]) -> dict[str, float]:
+def require_close(
+    label: str, actual: list[Tensor], expected: list[Tensor], names: list[str]
+) -> dict[str, float | None]:
     """The relative errors.
 
     Raises:
         RuntimeError: one is above the tolerance, or not a number.
     """
-    errors = {
-        name: ((a.double() - e.double()).norm() / e.double().norm()).item()
-        for name, a, e in zip(names, actual, expected, strict=True)
-    }
-    if not all(error < TOLERANCE for error in errors.values()):
+    errors = relative_errors(dict(zip(names, actual, strict=True)), dict(zip(names, expected, strict=True)))
+    if not all(error is not None and error < TOLERANCE for error in errors.values()):
         raise RuntimeError(f"{label}: relative errors above {TOLERANCE}: {errors}")
-    return {name: float(f"{error:.2e}") for name, error in errors.items()}
+    return errors
 
 
 def normalized(call: Call) -> Call:
@@ -241,7 +219,7 @@ def run_front(case: Case) -> dict[str, Any]:
     def add(label: str, call: Call, leaves: list[Tensor], check: Call) -> None:
         actual = [*forward(check), *join(forward_backward(check, leaves, case.gradients))]
         found = times(call, leaves, case.gradients, case.floors)
-        show(label, found)
+        show_times(label, found)
         result[label] = found | {"errors": require_close(label, actual, expected, names)}
 
     variants = {
@@ -301,7 +279,7 @@ def run_mixer(case: Case) -> dict[str, Any]:
         with convolution(impl):
             found[label] = [*forward(call), *forward_backward(call, leaves, gradient)]
             result[label] = times(call, leaves, gradient, {})
-        show(f"with the rule, {label}", result[label])
+        show_times(f"with the rule, {label}", result[label])
     names = ["o", "dprojected", "dweight"]
     expected = found.pop("norm_in_front")
     result["differences"] = {
@@ -311,62 +289,26 @@ def run_mixer(case: Case) -> dict[str, Any]:
     return result
 
 
-def previous(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
-    """The cases in a file of the same machine, versions and commit."""
-    if not path.exists():
-        return {}
-    result = json.loads(path.read_text())
-    if all(result["machine"][key] == machine[key] for key in ("device", "torch", "triton", "commit")):
-        return {name: case for name, case in result.items() if name in SHAPES}
-    print(f"{path} is of another machine, version or commit: it will be replaced", file=sys.stderr, flush=True)
-    return {}
-
-
-def parse_args() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "cases", nargs="*", metavar="CASE", help=f"what to measure: {', '.join(SHAPES)}, by default all"
-    )
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the JSON (default: .)")
-    args = parser.parse_args()
-    if unknown := [name for name in args.cases if name not in SHAPES]:
-        parser.error(f"unknown case {unknown[0]!r}: expected some of {', '.join(SHAPES)}")
-    args.cases = [name for name in SHAPES if name in args.cases or not args.cases]
-    try:
-        require_writable(args.out)
-    except OSError as error:
-        parser.error(f"--out: cannot write there: {error}")
-    return args
+def measure(name: str) -> dict[str, Any]:
+    """The features alone, and with the rule."""
+    case = Case(name)
+    show("", "", "ms", "GPU ms", "TB/s", "GPU TB/s")
+    documents = None if case.cu_seqlens is None else len(case.cu_seqlens) - 1
+    result = {"B": case.batch, "T": case.length, "documents": documents, "front": run_front(case)}
+    return result | {"with_rule": run_mixer(case)}
 
 
 def main() -> None:
-    """Check, measure, print, write after each case."""
-    args = parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("feature_maps_gpu needs a CUDA GPU, and torch finds none here.")
-    machine = describe(DEVICE)
-    name = re.sub(r"[^a-z0-9]+", "_", machine["device"].lower().removeprefix("nvidia")).strip("_")
-    path = args.out / f"feature_maps_{name}.json"
-    try:
-        fla = version("flash-linear-attention")
-        import_module("fla.modules.causal_conv1d")
-    except (ImportError, PackageNotFoundError) as error:
-        fla = None
-        print(f"FLA cannot be imported ({error}): its rows are absent.", flush=True)
-    sizes = {"width": WIDTH, "H": HEADS, "D": HEAD_DIM, "dtype": "bfloat16"}
-    result: dict[str, Any] = {"machine": machine, "fla": fla} | sizes | previous(path, machine)
-    for name in args.cases:
-        begin = time.perf_counter()
-        case = Case(name)
-        print(f"\n{name}, B {case.batch} T {case.length}", flush=True)
-        print(" " * 48 + "".join(f"{head:>12}" for head in ("ms", "GPU ms", "TB/s", "GPU TB/s")), flush=True)
-        documents = None if case.cu_seqlens is None else len(case.cu_seqlens) - 1
-        result[name] = {"B": case.batch, "T": case.length, "documents": documents, "front": run_front(case)}
-        result[name]["with_rule"] = run_mixer(case)
-        write_whole(path, lambda temporary: temporary.write_text(json.dumps(result, indent=2) + "\n"))
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-    print(path)
+    """Measure what the command line asks for."""
+    benchmark = Benchmark(
+        name="feature_maps",
+        kind="case",
+        parts={name: Part("B {} T {}".format(*shape), partial(measure, name)) for name, shape in SHAPES.items()},
+        fla_module="fla.modules.causal_conv1d",
+        settings={"width": WIDTH, "H": HEADS, "D": HEAD_DIM, "dtype": "bfloat16"},
+    )
+    args = benchmark.parse_args(benchmark.make_parser((__doc__ or "").partition("\n")[0], out="the JSON"))
+    benchmark.run(args.parts, args.out)
 
 
 if __name__ == "__main__":

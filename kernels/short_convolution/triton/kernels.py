@@ -113,7 +113,7 @@ def _shifted(newest, before, TAPS: tl.constexpr):
 def _weighted(seen, weights, shift, TAPS: tl.constexpr):
     z = shift
     for lag in tl.static_range(TAPS):
-        z += weights[lag] * seen[lag]
+        z = tl.fma(weights[lag], seen[lag], z)
     return z
 
 
@@ -137,11 +137,13 @@ def _forward_run(
     PLAIN: tl.constexpr,
 ):
     before = _float(_rows(x, X_ROW, row - 1, num_rows, inside, TAPS - 1, -1, PLAIN), TAPS - 1)
+    ahead = _rows(x, X_ROW, row, num_rows, inside, STEP, 1, PLAIN)
     for _ in range(0, ROWS, STEP):
-        read = _rows(x, X_ROW, row, num_rows, inside, STEP, 1, PLAIN)
+        now = ahead
+        ahead = _rows(x, X_ROW, row + STEP, num_rows, inside, STEP, 1, False)
         position = _positions(positions, row, num_rows, seq_len, STEP, PLAIN)
         for i in tl.static_range(STEP):
-            newest = read[i].to(tl.float32)
+            newest = now[i].to(tl.float32)
             z = _weighted(_visible(newest, before, position[i], TAPS, PLAIN), weights, shift, TAPS)
             before = _shifted(newest, before, TAPS)
             if SILU:
@@ -183,9 +185,8 @@ def forward_kernel(
 
 @triton.jit
 def _backward_rows(
-    grad_y,
-    grad_y_row,
-    x,
+    read,
+    upstream,
     weights,
     shift,
     positions,
@@ -196,7 +197,6 @@ def _backward_rows(
     seq_len,
     inside,
     state,
-    X_ROW: tl.constexpr,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     SILU: tl.constexpr,
@@ -209,8 +209,6 @@ def _backward_rows(
     Returns the rows before, the gradients that are pending, and the sums of the weights' and the bias' gradients.
     """
     before, pending, sums, grad_shift = state
-    read = _rows(x, X_ROW, row, num_rows, inside, COUNT, 1, PLAIN)
-    upstream = _rows(grad_y, grad_y_row, row, num_rows, inside, COUNT, 1, PLAIN)
     position = _positions(positions, row, num_rows, seq_len, COUNT, PLAIN)
     for i in tl.static_range(COUNT):
         newest = read[i].to(tl.float32)
@@ -220,19 +218,19 @@ def _backward_rows(
         if SILU:
             z = _weighted(seen, weights, shift, TAPS)
             gate = tl.sigmoid(z)
-            grad *= gate + z * gate * (1 - gate)
+            grad *= gate * tl.fma(z, 1 - gate, 1.0)
         if OWN:
             grad_shift += grad
             added = ()
             for lag in tl.static_range(TAPS):
-                added = added + (sums[lag] + grad * seen[lag],)
+                added = added + (tl.fma(grad, seen[lag], sums[lag]),)
             sums = added
         completed = (weights[0] * grad,)
         for lag in tl.static_range(1, TAPS):
-            share = weights[lag] * grad
+            total = tl.fma(weights[lag], grad, pending[lag - 1])
             if not PLAIN:
-                share = tl.where(position[i] >= lag, share, 0.0)
-            completed = completed + (pending[lag - 1] + share,)
+                total = tl.where(position[i] >= lag, total, pending[lag - 1])
+            completed = completed + (total,)
         pending = _shifted(completed[0], completed[1:], TAPS)
         done = row + i - (TAPS - 1)
         there = inside & (done >= begin) if PLAIN else inside & (done >= begin) & (done < num_rows)
@@ -269,47 +267,23 @@ def _backward_run(
         pending = pending + (zero,)
     before = _float(_rows(x, X_ROW, row - 1, num_rows, inside, TAPS - 1, -1, PLAIN), TAPS - 1)
     state = before, pending, pending + (zero,), zero
-    run = begin, num_rows, seq_len, inside
+    parameters = weights, shift, positions, grad_x
+    bounds = begin, num_rows, seq_len, inside
+    x_ahead = _rows(x, X_ROW, row, num_rows, inside, STEP, 1, PLAIN)
+    grad_ahead = _rows(grad_y, grad_y_row, row, num_rows, inside, STEP, 1, PLAIN)
     for _ in range(0, ROWS, STEP):
+        read, upstream = x_ahead, grad_ahead
+        x_ahead = _rows(x, X_ROW, row + STEP, num_rows, inside, STEP, 1, False)
+        grad_ahead = _rows(grad_y, grad_y_row, row + STEP, num_rows, inside, STEP, 1, False)
         state = _backward_rows(
-            grad_y,
-            grad_y_row,
-            x,
-            weights,
-            shift,
-            positions,
-            grad_x,
-            row,
-            *run,
-            state,
-            X_ROW,
-            CHANNELS,
-            TAPS,
-            SILU,
-            STEP,
-            True,
-            PLAIN,
+            read, upstream, *parameters, row, *bounds, state, CHANNELS, TAPS, SILU, STEP, OWN=True, PLAIN=PLAIN
         )
         row += STEP
     if TAPS > 1:
+        read = _rows(x, X_ROW, row, num_rows, inside, TAPS - 1, 1, PLAIN)
+        upstream = _rows(grad_y, grad_y_row, row, num_rows, inside, TAPS - 1, 1, PLAIN)
         state = _backward_rows(
-            grad_y,
-            grad_y_row,
-            x,
-            weights,
-            shift,
-            positions,
-            grad_x,
-            row,
-            *run,
-            state,
-            X_ROW,
-            CHANNELS,
-            TAPS,
-            SILU,
-            TAPS - 1,
-            False,
-            PLAIN,
+            read, upstream, *parameters, row, *bounds, state, CHANNELS, TAPS, SILU, TAPS - 1, OWN=False, PLAIN=PLAIN
         )
     return state[2], state[3]
 
