@@ -9,6 +9,7 @@ from typing import Annotated, Self
 from torch import Tensor, nn
 
 from zoo.mixers.options import AtLeast, Options
+from zoo.mixers.projection import project
 
 __all__ = ["GELUMLP", "MLPOptions", "SwiGLU", "SwiGLUOptions"]
 
@@ -57,7 +58,7 @@ class SwiGLUOptions(MLPOptions):
 
 
 class SwiGLU(nn.Module):
-    """W_o (SiLU(W_g x) * W_v x) (arXiv 2002.05202), gate and value in one product.
+    """W_o (SiLU(W_g x) * W_v x) (arXiv 2002.05202), W_g above W_v in one matrix.
 
     Args:
         options: resolved options.
@@ -74,7 +75,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        gate, value = self.in_proj(x).chunk(2, -1)
+        gate, value = project(self.in_proj, x, [self.out_proj.in_features] * 2)
         return self.out_proj(nn.functional.silu(gate) * value)
 
 

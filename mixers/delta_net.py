@@ -26,6 +26,7 @@ from zoo.mixers.feature_maps import (
 from zoo.mixers.heads import HeadOptions
 from zoo.mixers.norms import RMSNorm
 from zoo.mixers.options import AtLeast, Between, Component, OptionError, component
+from zoo.mixers.projection import project
 
 __all__ = ["DeltaNet", "DeltaNetOptions"]
 
@@ -141,7 +142,8 @@ class DeltaNet(Mixer):
 
     def forward(self, x: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, State | None]:
         """See `Mixer.forward`."""
-        qkv, beta, decay, gate = self.in_proj(x).split(self.widths, -1)
+        qkv, gates = project(self.in_proj, x, [self.widths[0], sum(self.widths[1:])])
+        beta, decay, gate = gates.split(self.widths[1:], -1)
         q, k, v, taps = self._features(qkv, context, state)
         rule = recurrent_delta_rule if state is not None and x.shape[1] == 1 else chunk_delta_rule
         memory = None if state is None else state["memory"]

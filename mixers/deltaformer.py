@@ -17,6 +17,7 @@ from zoo.mixers.contract import Mixer, State
 from zoo.mixers.feature_maps import HeadNorm, ShortConvolution, Strength, StrengthKind, convolve, head_norm
 from zoo.mixers.norms import StaticFloat
 from zoo.mixers.options import Between, OptionError
+from zoo.mixers.projection import project
 from zoo.mixers.rotary import RotaryOptions, rotate
 
 __all__ = ["Deltaformer", "DeltaformerOptions"]
@@ -150,7 +151,8 @@ class Deltaformer(Mixer):
 
     def forward(self, x: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, State | None]:
         """See `Mixer.forward`."""
-        compared, alpha, beta = self.in_proj(x).split(self.widths, -1)
+        compared, strengths = project(self.in_proj, x, [self.widths[0], sum(self.widths[1:])])
+        alpha, beta = strengths.split(self.widths[1:], -1)
         parts, taps = convolve(self.conv, compared, self.compared_widths, context, state)
         q, k, v, w = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         q = rotate(self.q_norm(q), context, self.rotary)

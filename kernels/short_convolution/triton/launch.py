@@ -11,7 +11,9 @@ from torch import Tensor
 
 from zoo.kernels.short_convolution.triton.kernels import backward_kernel, forward_kernel
 
-_ROWS, _STEP, _WARPS, _PER_THREAD = 64, 4, 2, 4
+# Rows of a run, and rows read at once: the fastest of 36 combinations on an H200 (B 16 T 2048 C 3072 K 4, bf16).
+_FORWARD, _BACKWARD = (32, 4), (128, 2)
+_WARPS, _PER_THREAD = 2, 4
 
 
 def convolution_forward(
@@ -37,7 +39,7 @@ def convolution_forward(
         The parts of y, [B, T, width] in the dtype of x.
     """
     parts = [x.new_empty(*x.shape[:2], width) for width in widths]
-    grid, sizes = _schedule(x, weight, widths)
+    grid, sizes = _schedule(x, weight, widths, *_FORWARD)
     rows = _rows(x)
     inputs = rows, *(None if z is None else z.contiguous() for z in (weight, bias, positions))
     forward_kernel[grid](*inputs, tuple(parts), rows.shape[0], x.shape[1], X_ROW=rows.stride(0), SILU=silu, **sizes)
@@ -67,9 +69,9 @@ def convolution_backward(
         The gradients of x, weight and bias (of size 0 if that is None), each in the dtype of its own.
     """
     taps, channels = weight.shape
-    grid, sizes = _schedule(x, weight, [part.shape[2] for part in grad_parts])
+    grid, sizes = _schedule(x, weight, [part.shape[2] for part in grad_parts], *_BACKWARD)
     rows = _rows(x)
-    runs = triton.cdiv(rows.shape[0], _ROWS)
+    runs = triton.cdiv(rows.shape[0], _BACKWARD[0])
     grad_x = x.new_empty(x.shape)
     partial = x.new_empty(runs, taps + (bias is not None), channels, dtype=torch.float32)
     inputs = rows, *(None if z is None else z.contiguous() for z in (weight, bias, positions))
@@ -89,15 +91,15 @@ def convolution_backward(
     return grad_x, grad_weight, grad_bias
 
 
-def _schedule(x: Tensor, weight: Tensor, widths: list[int]) -> tuple[tuple[int], dict[str, Any]]:
+def _schedule(x: Tensor, weight: Tensor, widths: list[int], rows: int, step: int) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the compiled sizes: the more taps, the fewer channels a thread has."""
     taps, channels = weight.shape
     per_thread = max(1, _PER_THREAD // (1 if taps <= 4 else 2 if taps <= 8 else 4))
     block = min(32 * _WARPS * per_thread, triton.next_power_of_2(max(widths)))
     blocks = sum(triton.cdiv(width, block) for width in widths)
     sizes = {"CHANNELS": channels, "WIDTHS": tuple(widths), "BLOCKS": blocks, "TAPS": taps}
-    sizes |= {"ROWS": _ROWS, "STEP": _STEP, "BLOCK": block, "num_warps": _WARPS}
-    return (triton.cdiv(x.shape[0] * x.shape[1], _ROWS) * blocks,), sizes
+    sizes |= {"ROWS": rows, "STEP": step, "BLOCK": block, "num_warps": _WARPS}
+    return (triton.cdiv(x.shape[0] * x.shape[1], rows) * blocks,), sizes
 
 
 def _rows(x: Tensor) -> Tensor:
