@@ -12,7 +12,7 @@ from torch import Tensor
 from zoo.kernels.checks import check_shape, check_tensors
 from zoo.kernels.delta_rule import ops, triton_ops
 from zoo.kernels.delta_rule.reference import delta_rule_reference
-from zoo.kernels.delta_rule.schedule import MAX_HEAD_DIM
+from zoo.kernels.delta_rule.schedule import MAX_HEAD_DIM, MIN_SHARED_MEMORY, shared_memory
 from zoo.kernels.normalize import l2_normalize
 from zoo.kernels.packing import check_cu_seqlens
 from zoo.kernels.precision import precise_dtype
@@ -66,9 +66,10 @@ def chunk_delta_rule(
         segment_length: tokens, rounded up to whole chunks, of the segments into which Triton cuts a document so that
             few heads fill a device. By default B, the heads, T and the device decide; a number makes what a document
             gives the same bit for bit whatever batch it stands in. The other forms cut nothing and ignore it.
-        impl: "triton", CUDA kernels for half precision and float32 with d_k, d_v <= 256; "torch", the same algorithm in
-            PyTorch on any device; "reference", token by token; or "auto": Triton where it can, else PyTorch. An
-            explicit choice never falls back.
+        impl: "triton", CUDA kernels for half precision and float32 with d_k, d_v <= 256, on GPUs that give a program
+            227 KiB of shared memory (H100, H200, B200); "torch", the same algorithm in PyTorch on any device;
+            "reference", token by token; or "auto": Triton where it can, else PyTorch. An explicit choice never falls
+            back.
 
     Returns:
         o [B, T, H, d_v] in the dtype of v, and the final state [N, G, d_k, d_v] in float32 (float64 for float64 v).
@@ -157,6 +158,8 @@ def _choose(impl: str, v: Tensor, key_dim: int) -> _Form:
         missing = f"v in bfloat16, float16 or float32, got {v.dtype}"
     elif max(key_dim, v.shape[-1]) > MAX_HEAD_DIM:
         missing = f"d_k and d_v of at most {MAX_HEAD_DIM}, got {key_dim} and {v.shape[-1]}"
+    elif (available := shared_memory(v.device)) < MIN_SHARED_MEMORY:
+        missing = f"a GPU with {MIN_SHARED_MEMORY} bytes of shared memory for a program, got one with {available}"
     if missing is None:
         return "triton"
     if impl == "triton":

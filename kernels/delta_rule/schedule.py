@@ -6,14 +6,15 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B 
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["MAX_HEAD_DIM", "Blocks", "Configuration", "Layout", "configuration"]
+__all__ = ["MAX_HEAD_DIM", "MIN_SHARED_MEMORY", "Blocks", "Configuration", "Layout", "configuration", "shared_memory"]
 
 MAX_HEAD_DIM = 256
+MIN_SHARED_MEMORY = 227 * 1024  # of a program, as the largest head sizes need; Hopper and Blackwell for data centers
 _SHORTEST_SEGMENT = 8  # chunks: below, what joins the segments costs more than it saves
 _FEWEST_SEGMENTS = 4  # in a row: with two, the extra pass takes as long as what it saves
 
@@ -75,7 +76,7 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
     return Configuration(64, block_k, 4, 128, scan, scan, gradients)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """A batch, and how it is cut into chunks and segments.
 
@@ -110,7 +111,7 @@ class Layout:
     normalize: bool
     gated: bool
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """C."""
         return configuration(self.key_dim, self.value_dim, self.dtype).chunk
@@ -120,13 +121,13 @@ class Layout:
         """N, and B for a dense batch."""
         return self.batch if self.num_documents is None else self.num_documents
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """Of all documents together; packed, an upper bound that needs no document's length."""
         rounding = (self.chunk - 1) * (1 if self.num_documents is None else self.num_documents)
         return self.batch * ((self.seq_len + rounding) // self.chunk)
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """An upper bound on how many segments there are beyond the first of each document: free of T by the rule."""
         if self.segment_length is not None:  # two more than needed, lest a symbolic size be compared with 0 and 1
@@ -136,7 +137,7 @@ class Layout:
         segments = _num_multiprocessors(self.device) // programs
         return segments if segments // self.batch >= _FEWEST_SEGMENTS else 0
 
-    @property
+    @cached_property
     def segment_chunks(self) -> int:
         """Chunks in a segment, the last of each document apart."""
         if self.segment_length is not None:
@@ -146,7 +147,7 @@ class Layout:
         chunks = self.num_chunks // self.batch
         return max(_SHORTEST_SEGMENT, -(-chunks // (self.slots // self.batch)))
 
-    @property
+    @cached_property
     def scale_sizes(self) -> list[int]:
         """What multiplies rows: writing, norms of keys and queries, decays since the chunk's start, to its end."""
         keys, queries = self.num_chunks * self.chunk * self.groups, self.num_chunks * self.chunk * self.heads
@@ -172,6 +173,12 @@ class Layout:
 
     def _fixed_segment_chunks(self, segment_length: int) -> int:
         return -(-segment_length // self.chunk)
+
+
+@torch.compiler.assume_constant_result
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on a CUDA device; a constant in a graph."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _num_multiprocessors(device: torch.device) -> int:
