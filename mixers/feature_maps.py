@@ -1,4 +1,4 @@
-"""The maps in front of a mixer's kernel: short convolution, 1 + ELU, L2 and L1 norm, beta, decay. All plain PyTorch.
+"""The maps in front of a mixer's kernel: short convolution, 1 + ELU, L2 and L1 norm, beta, decay.
 
 Shapes: B batch, T sequence length, C channels, H heads, d_h head dim, K taps of the convolution.
 """

@@ -43,6 +43,7 @@ class Configuration(NamedTuple):
         block_k: d_k rounded up to a power of two.
         prepare_warps: of the preparing kernel, which has no slices.
         prepare_registers: a thread of it, at most; None for no limit.
+        summary: the forward scan's first pass over segments.
         scan: the forward scan.
         reverse: the reverse scan.
         gradients: the parallel gradients.
@@ -52,6 +53,7 @@ class Configuration(NamedTuple):
     block_k: int
     prepare_warps: int
     prepare_registers: int | None
+    summary: Blocks
     scan: Blocks
     reverse: Blocks
     gradients: Blocks
@@ -65,15 +67,15 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
         # tf32x3 products hold each operand in two parts: chunks of 64 would not fit shared memory where heads are wide.
         # Where they are narrow (d_k = 16), chunks of 64 gave illegal accesses with Triton 3.6 on an H200.
         blocks = Blocks(min(block_v, 16 if block_k > 128 else 32), 4, 1)
-        return Configuration(32, block_k, 4, None, blocks, blocks, blocks)
+        return Configuration(32, block_k, 4, None, blocks, blocks, blocks, blocks)
     if block_k > 128:
         reverse = Blocks(min(block_v, 64), 8, 2, flip=False)
         scan = reverse._replace(flip=block_v >= 64)
-        return Configuration(64, block_k, 4, 128, scan, reverse, reverse)
+        return Configuration(64, block_k, 4, 128, scan, scan, reverse, reverse)
     scan = Blocks(block_v, 4, 3) if block_v < 128 else Blocks(128, 8, 3)
     # At d_k = 64 and below, three stages of narrower slices are faster than two.
     gradients = Blocks(min(block_v, 64), 4, 2) if block_k == 128 else Blocks(min(block_v, 32), 4, 3)
-    return Configuration(64, block_k, 4, 128, scan, scan, gradients)
+    return Configuration(64, block_k, 4, 128, scan, scan, scan, gradients)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,7 +186,7 @@ class _Run:
         states: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
-        blocks = self.configuration.scan
+        blocks = self.configuration.scan if offsets is None else self.configuration.summary
         slices = triton.cdiv(self.layout.value_dim, blocks.block_v)
         if offsets is not None:
             slices += triton.cdiv(self.layout.key_dim, blocks.block_v)
