@@ -75,7 +75,9 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
     scan = Blocks(block_v, 4, 3) if block_v < 128 else Blocks(128, 8, 3)
     # At d_k = 64 and below, three stages of narrower slices are faster than two.
     gradients = Blocks(min(block_v, 64), 4, 2) if block_k == 128 else Blocks(min(block_v, 32), 4, 3)
-    return Configuration(64, block_k, 4, 128, scan, scan, scan, gradients)
+    # Narrower slices of the first pass are finished sooner where its programs are a few more than the device holds.
+    summary = Blocks(min(block_v, 64), 4, 3)
+    return Configuration(64, block_k, 4, 128, summary, scan, scan, gradients)
 
 
 @dataclass(frozen=True, kw_only=True)
