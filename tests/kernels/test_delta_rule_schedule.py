@@ -168,7 +168,7 @@ def test_configurations(dtype: torch.dtype) -> None:
             distinct.add(chosen)
             assert chosen.block_k == max(16, 2 ** math.ceil(math.log2(key_dim)))
             assert chosen.prepare_warps in (4, 8)
-            for blocks in (chosen.scan, chosen.reverse, chosen.gradients):
+            for blocks in (chosen.summary, chosen.scan, chosen.reverse, chosen.gradients):
                 assert blocks.block_v in (16, 32, 64, 128, 256)
                 assert blocks.block_v <= max(16, 2 ** math.ceil(math.log2(value_dim)))
                 assert blocks.warps in (4, 8)
