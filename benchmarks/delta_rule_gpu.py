@@ -229,6 +229,7 @@ def gated() -> dict[str, Any]:
             forward_backward(rule, inputs, gradients)
     except RuntimeError as error:  # FLA refuses where its backward would be wrong
         print(f"FLA's backward is left out: {error}", flush=True)
+        result["fla_backward"] = str(error)
         trained = {"ours": both["ours"]}
     result["with_g"] = {}
     for name, sides in (("forward", both), ("forward_backward", trained)):

@@ -48,7 +48,7 @@ def plot_lengths(result: dict[str, Any], path: Path) -> None:
     peaks.set_title("peak MiB per 1024 tokens, beside the inputs", loc="left", fontsize=11)
     for axes in (times, peaks):
         axes.set_xticks(ticks, [f"{row['T'] // 1024}K" for row in rows])
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
         axes.set_xlabel("T")
         finish(axes)
     save(figure, f"Chunked delta rule, bf16, {result['lengths']['shape']}, {title(result)}", path)

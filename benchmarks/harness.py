@@ -97,7 +97,7 @@ class Benchmark:
         machine = describe(DEVICE)
         path = folder / f"{self.name}_{slug(machine['device'])}.json"
         result = {"machine": machine, "fla": fla_version(self.fla_module)} | self.settings
-        result |= self.previous(path, machine)
+        result |= self.previous(path, result)
         for name in names:
             part, begin = self.parts[name], time.perf_counter()
             print(f"\n{name}: {part.description}", flush=True)
@@ -108,12 +108,13 @@ class Benchmark:
             print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
         print(path)
 
-    def previous(self, path: Path, machine: dict[str, Any]) -> dict[str, Any]:
+    def previous(self, path: Path, header: dict[str, Any]) -> dict[str, Any]:
         """The parts in a file of the same machine, versions and commit."""
         if not path.exists():
             return {}
         result = json.loads(path.read_text())
-        if all(result["machine"][key] == machine[key] for key in ("device", "torch", "triton", "commit")):
+        same = all(result["machine"][key] == header["machine"][key] for key in ("device", "torch", "triton", "commit"))
+        if same and result["fla"] == header["fla"]:
             return {name: part for name, part in result.items() if name in self.parts}
         print(f"{path} is of another machine, version or commit: it will be replaced", file=sys.stderr, flush=True)
         return {}

@@ -106,7 +106,7 @@ class Decay(nn.Module):
 
 
 class OnePlusELU(nn.Module):
-    """1 + ELU(x), positive everywhere (arXiv 2006.16236)."""
+    """1 + ELU(x), never negative (arXiv 2006.16236)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Elementwise, any shape."""
@@ -141,7 +141,7 @@ class ShortConvolution(nn.Module):
         taps: Tensor | None = None,
         activation: Activation | None = None,
         widths: Sequence[int] | None = None,
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Convolve.
 
         Args:
@@ -152,16 +152,16 @@ class ShortConvolution(nn.Module):
             widths: of the parts of y; one part if None.
 
         Returns:
-            The parts of y [B, T, width] in the dtype of x, and the last K - 1 tokens [B, K - 1, C] for the next call,
-            in that of taps.
+            The parts of y [B, T, width] in the dtype of x.
         """
-        parts = short_convolution(
+        return short_convolution(
             x, self.weight, self.bias, activation=activation, positions=positions, taps=taps, widths=widths
         )
-        past = self.new_taps(x.shape[0], x.device, x.dtype) if taps is None else taps
-        last = torch.cat([past, x.to(past.dtype)], 1)[:, x.shape[1] :]
+
+    def next_taps(self, x: Tensor, taps: Tensor) -> Tensor:
+        """The last K - 1 of the taps and x [B, T, C]: the taps of the next call, in their dtype."""
         # A copy: a view would keep all of x alive, and with B = 1 have its strides.
-        return parts, last.clone(memory_format=torch.contiguous_format)
+        return torch.cat([taps, x.to(taps.dtype)], 1)[:, x.shape[1] :].clone(memory_format=torch.contiguous_format)
 
     def new_taps(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The taps before the first token, zeros [B, K - 1, C]."""
@@ -187,10 +187,12 @@ def convolve(
         activation: that follows a convolution; none if None.
 
     Returns:
-        The parts [B, T, width], and the new ``taps`` if there is a convolution.
+        The parts [B, T, width], and the new ``taps`` if there are a convolution and a state.
     """
     if convolution is None:
         return x.split(list(widths), -1), {}
     positions = None if context.cu_seqlens is None else context.positions
-    parts, taps = convolution(x, positions, None if state is None else state["taps"], activation, widths)
-    return parts, {"taps": taps}
+    if state is None:
+        return convolution(x, positions, None, activation, widths), {}
+    taps = state["taps"]
+    return convolution(x, positions, taps, activation, widths), {"taps": convolution.next_taps(x, taps)}

@@ -47,8 +47,9 @@ def chunk_delta_rule(
 
     The layers of both papers L2-normalise q and k; here they are used as given unless `qk_l2norm`. In half precision
     beta_t |k_t|^2 must not exceed 2, beyond which the rule itself diverges. Differentiable in q, k, v, beta, g and
-    initial_state, through both results. Half-precision inputs are computed in float32; q and k are
-    cast to the dtype of v, beta, g and initial_state to the state's.
+    initial_state, through both results. PyTorch computes half precision in float32; Triton multiplies in the dtype of
+    v, and keeps sums and states in float32. q and k are cast to the dtype of v, beta, g and initial_state to the
+    state's.
 
     Args:
         q: [B, T, H, d_k] with B and T >= 1, floating point, any strides, like all the tensors here.
@@ -64,7 +65,7 @@ def chunk_delta_rule(
         scale: of the read; d_k^-1/2 if None.
         qk_l2norm: whether q and k are divided by sqrt(|x|^2 + 1e-6) over d_k first.
         segment_length: tokens, rounded up to whole chunks, of the segments into which Triton cuts a document so that
-            few heads fill a device. By default B, the heads, T and the device decide; a number makes what a document
+            few heads fill a device. By default B, the heads, T and the device decide; a number makes what a row
             gives the same bit for bit whatever batch it stands in. The other forms cut nothing and ignore it.
         impl: "triton", CUDA kernels for half precision and float32 with d_k, d_v <= 256, on GPUs that give a program
             227 KiB of shared memory (H100, H200, B200); "torch", the same algorithm in PyTorch on any device;

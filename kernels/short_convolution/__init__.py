@@ -103,6 +103,8 @@ def _check(
     if x.ndim != 3 or x.shape[1] < 1:
         raise ValueError(f"x: expected [B, T, C] with T >= 1, got {list(x.shape)}")
     batch, length, channels = x.shape
+    if channels < 1:
+        raise ValueError(f"x: expected [B, T, C] with C >= 1, got {list(x.shape)}")
     if weight.ndim != 2 or weight.shape[0] < 1:
         raise ValueError(f"weight: expected [K, C] with K >= 1, got {list(weight.shape)}")
     size = weight.shape[0]

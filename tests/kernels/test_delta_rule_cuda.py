@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
-from zoo.kernels.delta_rule.schedule import Configuration, configuration
+from zoo.kernels.delta_rule.schedule import Blocks, Configuration, configuration
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -316,8 +316,9 @@ def give_memory_back() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("give_memory_back")
+@pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_offsets_beyond_32_bits(heads_first: bool) -> None:
+def test_offsets_beyond_32_bits(heads_first: bool, segments: int) -> None:
     if torch.cuda.mem_get_info()[0] < 100 * 2**30:
         pytest.skip("needs 100 GiB of free device memory")
     seq_len, num_heads, dim = 131_200, 128, 128
@@ -331,7 +332,7 @@ def test_offsets_beyond_32_bits(heads_first: bool) -> None:
 
     def run(select: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         leaves = [select(y).requires_grad_() for y in (q, k, v, beta)]
-        o, _ = chunk_delta_rule(*leaves, segment_length=seq_len, impl="triton")
+        o, _ = chunk_delta_rule(*leaves, segment_length=seq_len // segments, impl="triton")
         grads = torch.autograd.grad(o, leaves, select(grad_o))
         return {"o": o.detach(), **dict(zip("qkvb", grads, strict=True))}
 
@@ -362,9 +363,10 @@ def distinct_configurations() -> list[tuple[torch.dtype, tuple[int, int]]]:
     return found
 
 
+@pytest.mark.parametrize("segment_length", [None, 64])
 @pytest.mark.parametrize(("dtype", "dims"), distinct_configurations(), ids=str)
-def test_every_configuration(dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    check(inputs(350, BOTH, dims=dims, dtype=dtype), BOTH)
+def test_every_configuration(dtype: torch.dtype, dims: tuple[int, int], segment_length: int | None) -> None:
+    check(inputs(350, BOTH, dims=dims, dtype=dtype), BOTH, segment_length=segment_length)
 
 
 @pytest.mark.parametrize("heads", [(2, 1), (8, 1), (8, 2)])
@@ -393,20 +395,26 @@ def test_a_zero_key_in_float16() -> None:
     assert_near(actual, expected, BOUNDS[FP16])
 
 
+@pytest.mark.parametrize("segment_length", [None, 64])
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 100), (256, 256)])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @each_form
 def test_either_number_of_warps(
-    form: Form, dtype: torch.dtype, dims: tuple[int, int], warps: int, monkeypatch: pytest.MonkeyPatch
+    form: Form,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    warps: int,
+    segment_length: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def with_warps(*arguments: Any) -> Configuration:
         chosen = configuration(*arguments)
-        scan, reverse, gradients = (y._replace(warps=warps) for y in (chosen.scan, chosen.reverse, chosen.gradients))
-        return chosen._replace(prepare_warps=warps, scan=scan, reverse=reverse, gradients=gradients)
+        blocks = {name: y._replace(warps=warps) for name, y in chosen._asdict().items() if isinstance(y, Blocks)}
+        return chosen._replace(prepare_warps=warps, **blocks)
 
     monkeypatch.setattr("zoo.kernels.delta_rule.triton.launch.configuration", with_warps)
-    check(inputs(150, form, dims=dims, dtype=dtype), form)
+    check(inputs(150, form, dims=dims, dtype=dtype), form, segment_length=segment_length)
 
 
 @pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])

@@ -143,6 +143,8 @@ def test_two_runs_are_bit_identical(pieces: tuple[int, ...] | None) -> None:
 
 def test_offsets_beyond_32_bits() -> None:
     """The last of 2^31 elements and more is what it is alone."""
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free device memory")
     channels, tail = 4096, 300
     seq_len = 2**31 // channels + 1000
     x = torch.randn(1, seq_len, channels, device=DEVICE, dtype=BF16)

@@ -73,12 +73,13 @@ def test_decoding_in_pieces_equals_one_pass(recipe: str) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), expected, atol=1e-4, rtol=0)
 
 
-def test_one_cuda_graph_over_lengths() -> None:
+@pytest.mark.parametrize("recipe", ["deltanet-swa-tiny", GATED])
+def test_one_cuda_graph_over_lengths(recipe: str) -> None:
     torch.compiler.reset()
-    model = zoo.build("deltanet-swa-tiny", device="cuda", seed=0)
+    model = build(recipe, device="cuda", seed=0)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for length in (61, 97, 128, 200, 333):
+        for length in range(61, 650, 31):
             tokens = torch.randint(256, (3, length), device="cuda")
             loss = compiled(tokens, labels=tokens)
             loss.backward()
