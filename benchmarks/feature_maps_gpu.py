@@ -3,10 +3,10 @@
     python benchmarks/feature_maps_gpu.py --out results        # dense and packed; writes feature_maps_GPU.json
     python benchmarks/feature_maps_gpu.py dense --out results  # one of them; the file keeps the other
 
-From the output of the layer's projection [B, T, 3 H D + H] to q, k, v [B, T, H, D] and beta [B, T, H], forward and with
-the backward: the convolution and SiLU in plain PyTorch and by the Triton kernel, compiled, compiled without the L2 norm
-(as if the rule's kernel normalised), and eager; and FLA's kernels where flash-linear-attention is installed. Then the
-same followed by the delta rule, with the norm compiled in front of the kernel and inside it.
+From the layer's products, qkv [B, T, 3 H D] and the logits of beta [B, T, H], to q, k, v [B, T, H, D] and beta, forward
+and with the backward: the convolution and SiLU in plain PyTorch and by the Triton kernel, compiled, compiled without
+the L2 norm (as if the rule's kernel normalised), and eager; and FLA's kernels where flash-linear-attention is
+installed. Then the same followed by the delta rule, with the norm compiled in front of the kernel and inside it.
 
 Shapes: B batch, T tokens, H heads, D head dimension, C = 3 H D channels, K taps.
 """
@@ -58,8 +58,10 @@ class Case:
         self.layers = {norm: make_layer(norm) for norm in ("l2", "none")}
         self.layers["none"].load_state_dict(self.layers["l2"].state_dict())
         shape = self.batch, self.length
-        self.projected = torch.randn(*shape, sum(self.layers["l2"].widths), device=DEVICE, dtype=DTYPE)
-        self.projected.requires_grad_()
+        self.projected = [
+            torch.randn(*shape, width, device=DEVICE, dtype=DTYPE).requires_grad_()
+            for width in (3 * HEADS * HEAD_DIM, HEADS)
+        ]
         self.cu_seqlens = document_ends(self.length) if name == "packed" else None
         tokens = torch.empty(shape, device=DEVICE, dtype=torch.long)
         self.context = Context.from_tokens(tokens, self.cu_seqlens)
@@ -70,7 +72,7 @@ class Case:
     @property
     def floors(self) -> dict[str, int]:
         """Bytes: each input read once, each output written once; the backward reads the projection again."""
-        projected, weight = self.projected.nbytes, taps(self.layers["l2"]).nbytes
+        projected, weight = sum(x.nbytes for x in self.projected), taps(self.layers["l2"]).nbytes
         forward = projected + weight + sum(x.nbytes for x in self.gradients)
         return {"forward": forward, "forward_backward": 2 * forward + projected + weight}
 
@@ -96,9 +98,8 @@ def document_ends(length: int) -> Tensor:
     return torch.tensor([0, *inner, length], device=DEVICE, dtype=torch.int32)
 
 
-def features(layer: DeltaNet, context: Context, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def features(layer: DeltaNet, context: Context, qkv: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The mixer's own q, k, v, beta, and the L2 norm, if it has one, which the mixer leaves to the kernel."""
-    qkv, beta, *_ = projected.split(layer.widths, -1)
     q, k, v, _ = layer._features(qkv, context, None)
     if layer.options.qk_norm == "l2":
         q, k = l2_normalize(q), l2_normalize(k)
@@ -112,9 +113,9 @@ def convolution(impl: str) -> Iterator[None]:
         yield
 
 
-def mix(layer: DeltaNet, context: Context, qk_l2norm: bool, projected: Tensor) -> tuple[Tensor]:
+def mix(layer: DeltaNet, context: Context, qk_l2norm: bool, *projected: Tensor) -> tuple[Tensor]:
     """The features and the delta rule."""
-    q, k, v, beta = features(layer, context, projected)
+    q, k, v, beta = features(layer, context, *projected)
     return (chunk_delta_rule(q, k, v, beta, cu_seqlens=context.cu_seqlens, qk_l2norm=qk_l2norm)[0],)
 
 
@@ -130,10 +131,9 @@ def fla_features(weights: list[Tensor], cu_seqlens: Tensor | None, parts: list[T
     return normalize(q), normalize(k), v, beta.float().sigmoid()
 
 
-def from_projection(weights: list[Tensor], cu_seqlens: Tensor | None, projected: Tensor) -> tuple[Tensor, ...]:
-    """`fla_features` of the fused projection, whose backward has to join four gradients."""
-    parts = projected.split([HEADS * HEAD_DIM] * 3 + [HEADS], -1)
-    return fla_features(weights, cu_seqlens, list(parts))
+def from_qkv(weights: list[Tensor], cu_seqlens: Tensor | None, qkv: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    """`fla_features` of one product for q, k and v, whose backward has to join three gradients."""
+    return fla_features(weights, cu_seqlens, [*qkv.split([HEADS * HEAD_DIM] * 3, -1), beta])
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,16 +204,16 @@ def normalized(call: Call) -> Call:
 def float32_reference(case: Case) -> list[Tensor]:
     """The layer in eager float32: q, k, v, beta, and the gradients of the projection and the weight."""
     layer = deepcopy(case.layers["l2"]).float()
-    projected = case.projected.detach().float().requires_grad_()
-    outputs = features(layer, case.context, projected)
-    found = torch.autograd.grad(outputs, [projected, taps(layer)], [x.float() for x in case.gradients])
+    projected = [x.detach().float().requires_grad_() for x in case.projected]
+    outputs = features(layer, case.context, *projected)
+    found = torch.autograd.grad(outputs, [*projected, taps(layer)], [x.float() for x in case.gradients])
     return [*(x.detach() for x in outputs), *found]
 
 
 def run_front(case: Case) -> dict[str, Any]:
     """Each variant of what stands in front of the rule: checked against float32, then timed."""
     expected = float32_reference(case)
-    names = ["q", "k", "v", "beta", "dprojected", "dweight"]
+    names = ["q", "k", "v", "beta", "dqkv", "dlogits", "dweight"]
     result: dict[str, Any] = {}
 
     def add(label: str, call: Call, leaves: list[Tensor], check: Call) -> None:
@@ -232,10 +232,10 @@ def run_front(case: Case) -> dict[str, Any]:
     }
     for label, (impl, norm, wrap) in variants.items():
         layer = case.layers[norm]
-        call = partial(wrap(partial(features, layer, case.context)), case.projected)
+        call = partial(wrap(partial(features, layer, case.context)), *case.projected)
         check = call if norm == "l2" else normalized(call)
         with convolution(impl):
-            add(label, call, [case.projected, taps(layer)], check)
+            add(label, call, [*case.projected, taps(layer)], check)
 
     for label, call, leaves in fla_variants(case):
         add(label, call, leaves, call)
@@ -251,19 +251,20 @@ def fla_variants(case: Case) -> list[tuple[str, Call, list[Tensor]]]:
     thirds = taps(case.layers["l2"]).detach().flip(0).T.split(HEADS * HEAD_DIM)
     weights = [weight.contiguous().requires_grad_() for weight in thirds]
     cu_seqlens = None if case.cu_seqlens is None else case.cu_seqlens.long()
-    split = case.projected.detach().split([HEADS * HEAD_DIM] * 3 + [HEADS], -1)
-    parts = [x.contiguous().requires_grad_() for x in split]
+    qkv, beta = (x.detach() for x in case.projected)
+    parts = [x.contiguous().requires_grad_() for x in (*qkv.split([HEADS * HEAD_DIM] * 3, -1), beta)]
     return [
-        ("fla", partial(from_projection, weights, cu_seqlens, case.projected), [case.projected, *weights]),
+        ("fla", partial(from_qkv, weights, cu_seqlens, *case.projected), [*case.projected, *weights]),
         ("fla_three_projections", partial(fla_features, weights, cu_seqlens, parts), [*parts, *weights]),
     ]
 
 
 def join(gradients: tuple[Tensor, ...]) -> list[Tensor]:
-    """Those of the projection or its parts, and of the weight or FLA's three, as the layer has them."""
-    if len(gradients) == 2:
+    """Those of qkv or its parts, of the logits, and of the weight or FLA's three, as the layer has them."""
+    if len(gradients) == 3:
         return list(gradients)
-    return [torch.cat(gradients[:-3], -1), torch.cat(gradients[-3:]).T.flip(0)]
+    *parts, logits = gradients[:-3]
+    return [torch.cat(parts, -1), logits, torch.cat(gradients[-3:]).T.flip(0)]
 
 
 def run_mixer(case: Case) -> dict[str, Any]:
@@ -274,13 +275,13 @@ def run_mixer(case: Case) -> dict[str, Any]:
     variants = {"norm_in_front": ("torch", "l2"), "norm_in_kernel": ("torch", "none"), "triton": ("triton", "none")}
     for label, (impl, norm) in variants.items():
         layer = case.layers[norm]
-        call = partial(compiled(partial(mix, layer, case.context, norm == "none")), case.projected)
-        leaves = [case.projected, taps(layer)]
+        call = partial(compiled(partial(mix, layer, case.context, norm == "none")), *case.projected)
+        leaves = [*case.projected, taps(layer)]
         with convolution(impl):
             found[label] = [*forward(call), *forward_backward(call, leaves, gradient)]
             result[label] = times(call, leaves, gradient, {})
         show_times(f"with the rule, {label}", result[label])
-    names = ["o", "dprojected", "dweight"]
+    names = ["o", "dqkv", "dlogits", "dweight"]
     expected = found.pop("norm_in_front")
     result["differences"] = {
         label: require_close(f"{label} against the norm in front", actual, expected, names)

@@ -3,7 +3,6 @@
 Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B unless packed).
 """
 
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -16,13 +15,12 @@ from zoo.kernels.delta_rule.schedule import MAX_HEAD_DIM, MIN_SHARED_MEMORY, sha
 from zoo.kernels.normalize import l2_normalize
 from zoo.kernels.packing import check_cu_seqlens
 from zoo.kernels.precision import precise_dtype
+from zoo.kernels.triton_support import missing_for_triton
 
 __all__ = ["chunk_delta_rule", "recurrent_delta_rule"]
 
 _Form = Literal["reference", "torch", "triton"]
 _IMPLS = ("auto", "reference", "torch", "triton")
-_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_HAS_TRITON = find_spec("triton") is not None
 
 
 def chunk_delta_rule(
@@ -150,22 +148,25 @@ def _choose(impl: str, v: Tensor, key_dim: int) -> _Form:
     """
     if impl == "reference" or impl == "torch":
         return impl
-    missing = None
-    if not _HAS_TRITON:
-        missing = "the package triton, which is not installed"
-    elif v.device.type != "cuda":
-        missing = f"CUDA tensors, got {v.device}"
-    elif v.dtype not in _TRITON_DTYPES:
-        missing = f"v in bfloat16, float16 or float32, got {v.dtype}"
-    elif max(key_dim, v.shape[-1]) > MAX_HEAD_DIM:
-        missing = f"d_k and d_v of at most {MAX_HEAD_DIM}, got {key_dim} and {v.shape[-1]}"
-    elif (available := shared_memory(v.device)) < MIN_SHARED_MEMORY:
-        missing = f"a GPU with {MIN_SHARED_MEMORY} bytes of shared memory for a program, got one with {available}"
+    missing = _missing(v, key_dim)
     if missing is None:
         return "triton"
     if impl == "triton":
         raise ValueError(f"impl: 'triton' needs {missing}")
     return "torch"
+
+
+def _missing(v: Tensor, key_dim: int) -> str | None:
+    """What a call lacks for Triton, or None."""
+    missing = missing_for_triton("v", v)
+    if missing is not None:
+        return missing
+    if max(key_dim, v.shape[-1]) > MAX_HEAD_DIM:
+        return f"d_k and d_v of at most {MAX_HEAD_DIM}, got {key_dim} and {v.shape[-1]}"
+    available = shared_memory(v.device)
+    if available < MIN_SHARED_MEMORY:
+        return f"a GPU with {MIN_SHARED_MEMORY} bytes of shared memory for a program, got one with {available}"
+    return None
 
 
 def _settle(

@@ -132,7 +132,7 @@ class Layout:
         return self.batch * ((self.seq_len + rounding) // self.chunk)
 
     @cached_property
-    def slots(self) -> int:
+    def later_segments(self) -> int:
         """An upper bound on how many segments there are beyond the first of each document: free of T by the rule."""
         if self.segment_length is not None:  # two more than needed, lest a symbolic size be compared with 0 and 1
             return 2 + self.num_chunks // self._fixed_segment_chunks(self.segment_length)
@@ -146,10 +146,10 @@ class Layout:
         """Chunks in a segment, the last of each document apart."""
         if self.segment_length is not None:
             return min(self._fixed_segment_chunks(self.segment_length), self.num_chunks)
-        if self.slots // self.num_states < _FEWEST_SEGMENTS:
+        if self.later_segments // self.num_states < _FEWEST_SEGMENTS:
             return self.num_chunks
         chunks = self.num_chunks // self.batch
-        return max(_SHORTEST_SEGMENT, -(-chunks // (self.slots // self.batch)))
+        return max(_SHORTEST_SEGMENT, -(-chunks // (self.later_segments // self.batch)))
 
     @cached_property
     def scale_sizes(self) -> list[int]:
@@ -163,7 +163,7 @@ class Layout:
 
         The inverses [M, G, C, C] and scores [M, H, C, C] of all M chunks; the errors D [B, T, G, d_v] and the states
         that enter each chunk [M, G, d_v, d_k], of size 0 unless `save`, in the dtype of v like those; the scales,
-        flat, and the matrices of segments [slots, G, d_k, d_k], in fp32.
+        flat, and the matrices of segments [later_segments, G, d_k, d_k], in fp32.
         """
         chunks, groups, square = self.num_chunks, self.groups, (self.chunk, self.chunk)
         return [
@@ -172,7 +172,7 @@ class Layout:
             ((self.batch, self.seq_len, groups, self.value_dim) if save else (0,), self.dtype),
             ((chunks, groups, self.value_dim, self.key_dim) if save else (0,), self.dtype),
             ((sum(self.scale_sizes),), torch.float32),
-            ((self.slots, groups, self.key_dim, self.key_dim), torch.float32),
+            ((self.later_segments, groups, self.key_dim, self.key_dim), torch.float32),
         ]
 
     def _fixed_segment_chunks(self, segment_length: int) -> int:
@@ -181,7 +181,9 @@ class Layout:
 
 @torch.compiler.assume_constant_result
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have on a CUDA device; a constant in a graph."""
+    """Bytes of shared memory that a program may have on a CUDA device; enough where there is none, for fake tensors."""
+    if not torch.cuda.is_available():
+        return MIN_SHARED_MEMORY
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 

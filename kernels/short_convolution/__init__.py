@@ -4,7 +4,6 @@ Shapes: B batch, T tokens, C channels, K taps.
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from zoo.kernels.checks import check_shape, check_tensors
 from zoo.kernels.short_convolution import ops
 from zoo.kernels.short_convolution.reference import short_convolution_reference
+from zoo.kernels.triton_support import missing_for_triton
 
 __all__ = ["Activation", "short_convolution"]
 
@@ -20,8 +20,6 @@ Activation = Literal["silu"]
 """What may follow a convolution."""
 
 _IMPLS = ("auto", "torch", "triton")
-_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_HAS_TRITON = find_spec("triton") is not None
 _MAX_TAPS = 16  # for which the kernels' registers suffice
 
 
@@ -42,7 +40,7 @@ def short_convolution(
     computes in the dtype that x and weight promote to, and rounds before phi.
 
     Args:
-        x: [B, T, C] with T >= 1, floating point, any strides, like all the tensors here.
+        x: [B, T, C] with T and C >= 1, floating point, any strides, like all the tensors here.
         weight: [K, C]: weight_0 is that of the token itself.
         bias: [C]; none if None.
         activation: phi: "silu", or the identity if None.
@@ -60,8 +58,8 @@ def short_convolution(
     Raises:
         ValueError: an argument is not as above; the message names it, what was expected and what came.
     """
+    _check(x, weight, bias, activation, positions, taps, widths, impl)
     parts = [x.shape[-1]] if widths is None else list(widths)
-    _check(x, weight, bias, activation, positions, taps, parts, impl)
     silu = activation == "silu"
     missing = _missing(x, weight, taps)
     if impl == "triton" and missing is not None:
@@ -72,13 +70,10 @@ def short_convolution(
 
 
 def _missing(x: Tensor, weight: Tensor, taps: Tensor | None) -> str | None:
-    """What Triton lacks for a call."""
-    if not _HAS_TRITON:
-        return "the package triton, which is not installed"
-    if x.device.type != "cuda":
-        return f"CUDA tensors, got {x.device}"
-    if x.dtype not in _TRITON_DTYPES:
-        return f"x in bfloat16, float16 or float32, got {x.dtype}"
+    """What a call lacks for Triton, or None."""
+    missing = missing_for_triton("x", x)
+    if missing is not None:
+        return missing
     if weight.shape[0] > _MAX_TAPS:
         return f"K of at most {_MAX_TAPS}, got {weight.shape[0]}"
     if taps is not None:
@@ -93,23 +88,21 @@ def _check(
     activation: str | None,
     positions: Tensor | None,
     taps: Tensor | None,
-    widths: list[int],
+    widths: Sequence[int] | None,
     impl: str,
 ) -> None:
     if impl not in _IMPLS:
         raise ValueError(f"impl: expected one of {', '.join(map(repr, _IMPLS))}, got {impl!r}")
     if activation not in (None, "silu"):
         raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
-    if x.ndim != 3 or x.shape[1] < 1:
-        raise ValueError(f"x: expected [B, T, C] with T >= 1, got {list(x.shape)}")
+    if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] < 1:
+        raise ValueError(f"x: expected [B, T, C] with T and C >= 1, got {list(x.shape)}")
     batch, length, channels = x.shape
-    if channels < 1:
-        raise ValueError(f"x: expected [B, T, C] with C >= 1, got {list(x.shape)}")
     if weight.ndim != 2 or weight.shape[0] < 1:
         raise ValueError(f"weight: expected [K, C] with K >= 1, got {list(weight.shape)}")
     size = weight.shape[0]
-    if sum(widths) != channels or any(width < 0 for width in widths):
-        raise ValueError(f"widths: expected numbers of at least 0, C = {channels} in all, got {widths}")
+    if widths is not None and (sum(widths) != channels or any(width < 0 for width in widths)):
+        raise ValueError(f"widths: expected numbers of at least 0, C = {channels} in all, got {list(widths)}")
     check_shape("weight", "[K, C]", weight, (size, channels))
     if bias is not None:
         check_shape("bias", "[C]", bias, (channels,))

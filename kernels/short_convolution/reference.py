@@ -1,4 +1,4 @@
-"""The depthwise causal convolution of a few taps in plain PyTorch: the oracle, and the form off CUDA.
+"""The depthwise causal convolution of a few taps in plain PyTorch: the oracle, and the form where Triton cannot.
 
 Shapes: B batch, T tokens, C channels, K taps.
 """

@@ -52,7 +52,7 @@ def slices(layout: Layout) -> int:
 @pytest.mark.parametrize("seq_len", [1, 64, 2048, 32768])
 def test_enough_heads_need_no_segments(seq_len: int) -> None:
     layout = make_layout(seq_len, batch=8)
-    assert layout.slots == 0
+    assert layout.later_segments == 0
     assert segments(layout, [seq_len] * 8) == [1] * 8
 
 
@@ -63,7 +63,7 @@ def test_segments_fill_the_device(seq_len: int, heads: int) -> None:
     (count,) = segments(layout, [seq_len])
     programs = count * heads * slices(layout)
     assert programs <= MULTIPROCESSORS
-    longest = layout.num_chunks <= 8 * layout.slots  # then each has as few chunks as pay
+    longest = layout.num_chunks <= 8 * layout.later_segments  # then each has as few chunks as pay
     assert longest or programs > 0.7 * MULTIPROCESSORS
 
 
@@ -71,15 +71,15 @@ def test_segments_fill_the_device(seq_len: int, heads: int) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_short_sequences_are_one_segment(seq_len: int, batch: int) -> None:
     layout = make_layout(seq_len, heads=1, batch=batch)
-    assert layout.slots > 0
+    assert layout.later_segments > 0
     assert segments(layout, [seq_len] * batch) == [1] * batch
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 16, 33, 132, 500])
 @pytest.mark.parametrize("batch", [1, 2, 5, 40])
-def test_slots_do_not_depend_on_the_length(batch: int, heads: int) -> None:
-    slots = {make_layout(n, batch=batch, heads=heads).slots for n in (1, 63, 64, 500, 5000, 10**6)}
-    assert len(slots) == 1
+def test_later_segments_do_not_depend_on_the_length(batch: int, heads: int) -> None:
+    later_segments = {make_layout(n, batch=batch, heads=heads).later_segments for n in (1, 63, 64, 500, 5000, 10**6)}
+    assert len(later_segments) == 1
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def random_cases() -> list[tuple[int | None, list[int], dict[str, Any]]]:
     return cases
 
 
-def test_slots_bound_the_segments_beyond_the_first_of_each_document() -> None:
+def test_later_segments_bound_the_segments_beyond_the_first_of_each_document() -> None:
     for segment_length, lengths, options in random_cases():
         seq_len = lengths[0] if "batch" in options else sum(lengths)
         layout = make_layout(seq_len, segment_length=segment_length, **options)
         counts = segments(layout, lengths)
-        assert sum(counts) - len(lengths) <= layout.slots, (segment_length, lengths, options)
+        assert sum(counts) - len(lengths) <= layout.later_segments, (segment_length, lengths, options)
         assert sum(math.ceil(length / layout.chunk) for length in lengths) <= layout.num_chunks
 
 
@@ -149,7 +149,7 @@ def test_saved_shapes(num_documents: int | None, gated: bool, normalize: bool, d
     assert delta == (layout.batch, 200, 2, 80)
     assert states == (chunks, 2, 80, 160)
     assert scales == (sum(layout.scale_sizes),)
-    assert transitions == (layout.slots, 2, 160, 160)
+    assert transitions == (layout.later_segments, 2, 160, 160)
     assert dtypes == (*[dtype] * 4, *[torch.float32] * 2)
     writing, key_norms, query_norms, *decays = layout.scale_sizes
     rows = chunks * chunk

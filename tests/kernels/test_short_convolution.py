@@ -126,9 +126,10 @@ def test_one_graph_over_lengths(packed: bool) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "impl": ({"impl": "cuda"}, "impl: expected one of 'auto', 'torch', 'triton', got 'cuda'"),
     "activation": ({"activation": "gelu"}, "activation: expected 'silu' or None, got 'gelu'"),
-    "x": ({"x": torch.ones(5, 6)}, "x: expected [B, T, C] with T >= 1, got [5, 6]"),
-    "empty": ({"x": torch.ones(1, 0, 6)}, "x: expected [B, T, C] with T >= 1, got [1, 0, 6]"),
-    "no channels": ({"x": torch.ones(1, 5, 0)}, "x: expected [B, T, C] with C >= 1, got [1, 5, 0]"),
+    "x": ({"x": torch.ones(5, 6)}, "x: expected [B, T, C] with T and C >= 1, got [5, 6]"),
+    "number": ({"x": torch.tensor(1.0)}, "x: expected [B, T, C] with T and C >= 1, got []"),
+    "empty": ({"x": torch.ones(1, 0, 6)}, "x: expected [B, T, C] with T and C >= 1, got [1, 0, 6]"),
+    "no channels": ({"x": torch.ones(1, 5, 0)}, "x: expected [B, T, C] with T and C >= 1, got [1, 5, 0]"),
     "weight": ({"weight": torch.ones(6)}, "weight: expected [K, C] with K >= 1, got [6]"),
     "no weight": ({"weight": torch.ones(0, 6)}, "weight: expected [K, C] with K >= 1, got [0, 6]"),
     "channels": ({"weight": torch.ones(4, 1)}, "weight: expected [K, C] = [4, 6], got [4, 1]"),

@@ -126,6 +126,14 @@ def test_packed(size: int, silu: bool) -> None:
     check(inputs(sum(PIECES), size=size, batch=1, pieces=PIECES), silu=silu)
 
 
+@pytest.mark.parametrize("seq_len", [40, 200])
+def test_a_document_that_goes_on(seq_len: int) -> None:
+    """Nothing stands before x, whatever its first positions are."""
+    x = inputs(seq_len, batch=1)
+    x["positions"] = torch.arange(100, 100 + seq_len)[None]
+    check(x, view=lambda y: torch.cat([torch.full_like(y, torch.nan), y], 1)[:, seq_len:])
+
+
 @pytest.mark.parametrize("pieces", [None, (3, 62)])
 def test_half_precision(pieces: tuple[int, ...] | None) -> None:
     x = inputs(65, batch=1, pieces=pieces, dtype=torch.float16)

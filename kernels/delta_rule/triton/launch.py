@@ -11,11 +11,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zoo.kernels.delta_rule.schedule import Blocks, Layout, configuration
+from zoo.kernels.delta_rule.triton.chain import chain_kernel
 from zoo.kernels.delta_rule.triton.cuts import cut
 from zoo.kernels.delta_rule.triton.gradients import gradients_kernel
 from zoo.kernels.delta_rule.triton.prepare import prepare_kernel
-from zoo.kernels.delta_rule.triton.scan import chain_kernel, reverse_scan_kernel, scan_kernel
+from zoo.kernels.delta_rule.triton.scan import reverse_scan_kernel, scan_kernel
 from zoo.kernels.normalize import EPS
+from zoo.kernels.rows import rows
 
 _CHAIN_ROWS, _CHAIN_STEP = 16, 64
 
@@ -330,13 +332,6 @@ class _Run:
             "STAGES": blocks.stages,
             "num_warps": blocks.warps,
         }
-
-
-def rows(x: Tensor) -> Tensor:
-    """[B, T, heads, d] -> [B * T, heads, d] with adjacent d, a view if there is one, whose row stride is free of T."""
-    if x.shape[1] == 1 or x.stride(-1) != 1:
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x.reshape(-1, *x.shape[2:])
 
 
 def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

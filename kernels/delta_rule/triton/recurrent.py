@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.kernels.delta_rule.triton.launch import rows
 from zoo.kernels.normalize import EPS
+from zoo.kernels.rows import rows
 
 _BLOCK_V = 32
 

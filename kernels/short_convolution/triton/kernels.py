@@ -31,8 +31,8 @@ def _place(parts, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def _is_plain(positions, row, num_rows, seq_len, TAPS: tl.constexpr, COUNT: tl.constexpr):
-    """Whether COUNT rows exist from `row` on, and each sees TAPS - 1 rows before it."""
-    plain = row + COUNT <= num_rows
+    """Whether COUNT rows exist from `row` on, and each sees TAPS - 1 rows before it, which exist as well."""
+    plain = (row >= TAPS - 1) & (row + COUNT <= num_rows)
     if positions is not None:
         i = tl.arange(0, triton.next_power_of_2(COUNT))
         position = tl.load(positions + row + i, mask=(i < COUNT) & plain, other=TAPS)

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from zoo.kernels.rows import rows
 from zoo.kernels.short_convolution.triton.kernels import backward_kernel, forward_kernel
 
 # Rows of a run, and rows read at once: the fastest of 36 combinations on an H200 (B 16 T 2048 C 3072 K 4, bf16).
@@ -40,9 +41,9 @@ def convolution_forward(
     """
     parts = [x.new_empty(*x.shape[:2], width) for width in widths]
     grid, sizes = _schedule(x, weight, widths, *_FORWARD)
-    rows = _rows(x)
-    inputs = rows, *(None if z is None else z.contiguous() for z in (weight, bias, positions))
-    forward_kernel[grid](*inputs, tuple(parts), rows.shape[0], x.shape[1], X_ROW=rows.stride(0), SILU=silu, **sizes)
+    x_rows = rows(x)
+    inputs = x_rows, *(None if z is None else z.contiguous() for z in (weight, bias, positions))
+    forward_kernel[grid](*inputs, tuple(parts), x_rows.shape[0], x.shape[1], X_ROW=x_rows.stride(0), SILU=silu, **sizes)
     return parts
 
 
@@ -70,19 +71,19 @@ def convolution_backward(
     """
     taps, channels = weight.shape
     grid, sizes = _schedule(x, weight, [part.shape[2] for part in grad_parts], *_BACKWARD)
-    rows = _rows(x)
-    runs = triton.cdiv(rows.shape[0], _BACKWARD[0])
+    x_rows = rows(x)
+    runs = triton.cdiv(x_rows.shape[0], _BACKWARD[0])
     grad_x = x.new_empty(x.shape)
     partial = x.new_empty(runs, taps + (bias is not None), channels, dtype=torch.float32)
-    inputs = rows, *(None if z is None else z.contiguous() for z in (weight, bias, positions))
+    inputs = x_rows, *(None if z is None else z.contiguous() for z in (weight, bias, positions))
     backward_kernel[grid](
         tuple(part.contiguous() for part in grad_parts),
         *inputs,
         grad_x,
         partial,
-        rows.shape[0],
+        x_rows.shape[0],
         x.shape[1],
-        X_ROW=rows.stride(0),
+        X_ROW=x_rows.stride(0),
         SILU=silu,
         **sizes,
     )
@@ -91,19 +92,12 @@ def convolution_backward(
     return grad_x, grad_weight, grad_bias
 
 
-def _schedule(x: Tensor, weight: Tensor, widths: list[int], rows: int, step: int) -> tuple[tuple[int], dict[str, Any]]:
+def _schedule(x: Tensor, weight: Tensor, widths: list[int], run: int, step: int) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the compiled sizes: the more taps, the fewer channels a thread has."""
     taps, channels = weight.shape
     per_thread = max(1, _PER_THREAD // (1 if taps <= 4 else 2 if taps <= 8 else 4))
     block = min(32 * _WARPS * per_thread, triton.next_power_of_2(max(widths)))
     blocks = sum(triton.cdiv(width, block) for width in widths)
     sizes = {"CHANNELS": channels, "WIDTHS": tuple(widths), "BLOCKS": blocks, "TAPS": taps}
-    sizes |= {"ROWS": rows, "STEP": step, "BLOCK": block, "num_warps": _WARPS}
-    return (triton.cdiv(x.shape[0] * x.shape[1], rows) * blocks,), sizes
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[B, T, C] -> [B * T, C] with adjacent channels: a view where there is one whose strides are free of T."""
-    if x.shape[1] == 1 or x.stride(-1) != 1:
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x.reshape(-1, x.shape[2])
+    sizes |= {"ROWS": run, "STEP": step, "BLOCK": block, "num_warps": _WARPS}
+    return (triton.cdiv(x.shape[0] * x.shape[1], run) * blocks,), sizes
