@@ -463,7 +463,7 @@ def test_rows_do_not_depend_on_the_batch(segment_length: int | None) -> None:
 
 def compiled_kernels() -> int:
     """How many variants of the kernels Triton has compiled in this process, or loaded."""
-    names = ("cuts", "prepare", "scan", "gradients", "recurrent")
+    names = ("chain", "cuts", "decays", "gradients", "prepare", "recurrent", "scan")
     modules = [importlib.import_module(f"zoo.kernels.delta_rule.triton.{name}") for name in names]
     kernels = {id(y): y for module in modules for y in vars(module).values() if hasattr(y, "device_caches")}
     return sum(len(cache[0]) for kernel in kernels.values() for cache in kernel.device_caches.values())

@@ -7,28 +7,18 @@ normalised rows k^ and q^, decays e_t from the chunk's start to t, f_t from t to
     dA = -tril(dV D^T, -1)      dk^_t = -e_t S dV_t + beta_t z_t + sum_i dA_ti E_ti beta_i k^_i
     z_t = f_t G D_t + sum_i (scale dP_it E_it q^_i + dA_it E_it k^_i)          dbeta_t = k^_t . z_t
 
-Nothing is divided by beta. dg_s sums what the decay at s weakens: what tokens from s on read of S, what those before s
-leave of themselves in the next state, what the former read of the latter, and <G, decay S>. Differences of larger sums,
-such as q^ . dq^ + k^ . dk^ - 2 beta dbeta, would leave only rounding where decays are strong.
+Nothing is divided by beta. Of dg it leaves the terms, for `decays` to add up.
 """
 
 import triton
 import triton.language as tl
 
 from zoo.kernels.delta_rule.triton.cuts import chunk_rows
-from zoo.kernels.delta_rule.triton.prepare import decay_matrix, last_row
 
 
 @triton.jit
 def _row_sum(x, y):
     return tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
-
-
-@triton.jit
-def _across(x, SIZE: tl.constexpr):
-    """For each token s the sum of x_ti over i < s <= t."""
-    index = tl.arange(0, SIZE)
-    return tl.sum(tl.where(index[:, None] > index[None, :], tl.cumsum(x, 0, reverse=True), 0.0), 1)
 
 
 @triton.jit
@@ -82,9 +72,10 @@ def gradients_kernel(
     q,
     k,
     beta,
-    g,
     key_norm,
     query_norm,
+    decayed,
+    remaining,
     grad_o,
     delta,
     grad_v,
@@ -93,7 +84,9 @@ def gradients_kernel(
     grad_q,
     grad_k,
     grad_beta,
-    grad_g,
+    decays,
+    crossing,
+    terms,
     chunks,
     seq_len,
     scale,
@@ -128,13 +121,12 @@ def gradients_kernel(
     strength = tl.load(beta + (row + token) * GROUPS + group, mask=inside, other=0.0)
     if key_norm is not None:
         by_key = tl.load(key_norm + at * CHUNK + token)
-    if g is not None:
-        rate = tl.load(g + (row + token) * GROUPS + group, mask=inside, other=0.0)
-        decay = decay_matrix(rate, CHUNK)
-        decayed = tl.exp(tl.cumsum(rate))
-        remaining = last_row(decay, CHUNK)
+    if decays is not None:
+        square = token[:, None] * CHUNK + token[None, :]
+        decays += at * (CHUNK * CHUNK) + square
+        crossing += at * ((REPEAT + 1) * CHUNK * CHUNK) + square
+        by_decay = tl.load(decayed + at * CHUNK + token)
         read = tl.zeros([CHUNK], tl.float32)  # what each token reads of the state before the chunk
-        crossing = tl.zeros([CHUNK], tl.float32)  # what tokens from it on read of tokens before it
 
     grad_key = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     grad_strength = tl.zeros([CHUNK], tl.float32)
@@ -151,9 +143,9 @@ def gradients_kernel(
         at_query = q + row * Q_ROW + head * q_head + token[:, None] * Q_ROW + key_dim[None, :]
         query = tl.load(at_query, mask=tile, other=0.0)
         grad_score = tl.where(lower, grad_score * scale, 0.0)
-        if g is not None:
-            grad_score *= decay
-            grad_query *= decayed[:, None]
+        if decays is not None:
+            grad_score *= tl.load(decays)
+            grad_query *= by_decay[:, None]
         score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
         to_key = grad_score * strength[None, :]
         to_query = to_key
@@ -163,8 +155,8 @@ def gradients_kernel(
             to_key *= by_query[:, None]
             to_query *= by_key[None, :]
         grad_strength += tl.sum(grad_score * score, 0)
-        if g is not None:
-            crossing += _across(grad_score * score * strength[None, :], CHUNK)
+        if decays is not None:
+            tl.store(crossing + j * (CHUNK * CHUNK), grad_score * score * strength[None, :])
             from_state = _row_sum(query, grad_query) * scale
             if key_norm is not None:
                 from_state *= by_query
@@ -184,28 +176,23 @@ def gradients_kernel(
     # Read again, from the cache: held over the loop above, they would not fit the registers.
     key = tl.load(k + row * K_ROW + group * k_head + token[:, None] * K_ROW + key_dim[None, :], mask=tile, other=0.0)
     grad_write = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    if g is not None:
-        inner = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     for start in tl.range(0, VALUE_DIM, BLOCK_V, num_stages=STAGES):
         error = _load_values(delta, row, start, length, GROUPS, group, VALUE_DIM, BLOCK_V, CHUNK, TMA)
         grad_state = _load_state(grad_states, at, start, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V, TMA)
         grad_write = tl.dot(error, grad_state, grad_write, input_precision="tf32x3")
-        if g is not None:
-            state = _load_state(states, at, start, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V, TMA)
-            inner += state.to(tl.float32) * grad_state.to(tl.float32)
     written = _row_sum(key, grad_write) * scale
     if key_norm is not None:
         written *= by_key
-    if g is not None:
-        written *= remaining
-        grad_write *= remaining[:, None]
-        leaving = tl.where(inside, written * strength, 0.0)
-        passing = tl.sum(inner) * tl.exp(tl.sum(rate)) * scale
+    if decays is not None:
+        to_end = tl.load(remaining + at * CHUNK + token)
+        written *= to_end
+        grad_write *= to_end[:, None]
+        tl.store(terms + at * (2 * CHUNK) + CHUNK + token, tl.where(inside, written * strength, 0.0))
     grad_strength += written
     grad_key += grad_write * (strength * scale)[:, None]
 
     grad_read = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    if g is None:
+    if decays is None:
         grad_read = -grad_key  # so that one sum does for both
     grad_a = tl.zeros([CHUNK, CHUNK], tl.float32)
     for start in tl.range(0, VALUE_DIM, BLOCK_V, num_stages=STAGES):
@@ -215,11 +202,11 @@ def gradients_kernel(
         grad_a = tl.dot(grad_value, tl.trans(error), grad_a, input_precision="tf32x3")
         grad_read = tl.dot(grad_value, state, grad_read, input_precision="tf32x3")
     grad_a = tl.where(lower & (token[:, None] > token[None, :]), -grad_a, 0.0)
-    if g is None:
+    if decays is None:
         grad_key = -grad_read
     else:
-        grad_a *= decay
-        grad_read *= decayed[:, None]
+        grad_a *= tl.load(decays)
+        grad_read *= by_decay[:, None]
         from_state = _row_sum(key, grad_read)
         if key_norm is not None:
             from_state *= by_key
@@ -233,8 +220,8 @@ def gradients_kernel(
         to_writer *= by_key[:, None]
         to_reader *= by_key[None, :]
     grad_strength += tl.sum(grad_a * a, 0)
-    if g is not None:
-        crossing += _across(grad_a * a * strength[None, :], CHUNK)
+    if decays is not None:
+        tl.store(crossing + REPEAT * (CHUNK * CHUNK), grad_a * a * strength[None, :])
     grad_key = tl.dot(to_reader.to(key.dtype), key, grad_key, input_precision="tf32x3")
     grad_key = tl.dot(tl.trans(to_writer.to(key.dtype)), key, grad_key, input_precision="tf32x3")
     if key_norm is not None:
@@ -245,7 +232,5 @@ def gradients_kernel(
     tl.store(place, grad_key.to(grad_k.dtype.element_ty), mask=tile)
     place = (row + token) * GROUPS + group
     tl.store(grad_beta + place, grad_strength, mask=inside)
-    if g is not None:
-        before = tl.sum(tl.where(token[:, None] > token[None, :], leaving[None, :], 0.0), 1)
-        grad_rate = tl.cumsum(tl.where(inside, read, 0.0), reverse=True) + crossing + before + passing
-        tl.store(grad_g + place, grad_rate, mask=inside)
+    if decays is not None:
+        tl.store(terms + at * (2 * CHUNK) + token, tl.where(inside, read, 0.0))

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from zoo.kernels.delta_rule.schedule import Blocks, Layout, configuration
 from zoo.kernels.delta_rule.triton.chain import chain_kernel
 from zoo.kernels.delta_rule.triton.cuts import cut
+from zoo.kernels.delta_rule.triton.decays import decay_gradients_kernel, decays_kernel
 from zoo.kernels.delta_rule.triton.gradients import gradients_kernel
 from zoo.kernels.delta_rule.triton.prepare import prepare_kernel
 from zoo.kernels.delta_rule.triton.scan import reverse_scan_kernel, scan_kernel
@@ -20,6 +21,7 @@ from zoo.kernels.normalize import EPS
 from zoo.kernels.rows import rows
 
 _CHAIN_ROWS, _CHAIN_STEP = 16, 64
+_STATE_BLOCK = 1024
 
 
 class Saved(NamedTuple):
@@ -31,6 +33,20 @@ class Saved(NamedTuple):
     states: Tensor
     scales: Tensor
     transitions: Tensor
+
+
+class _Decays(NamedTuple):
+    """Of chunks whose memory decays, else None.
+
+    Attributes:
+        matrices: [M, G, C, C] fp32, the decay from one token to another.
+        crossing: [M, G, 1 + H / G, C, C] fp32, what tokens read of earlier ones, times its gradient.
+        terms: [M, G, 2, C] fp32, what tokens read of the state that enters, and leave in the next, likewise.
+    """
+
+    matrices: Tensor | None
+    crossing: Tensor | None
+    terms: Tensor | None
 
 
 def chunk_forward(
@@ -155,7 +171,7 @@ class _Run:
         }
 
     def prepare(self, saved: Saved) -> None:
-        prepare_kernel[(self.layout.num_chunks * self.layout.groups,)](
+        prepare_kernel[self._each_chunk](
             self.q,
             self.k,
             self.beta,
@@ -288,24 +304,23 @@ class _Run:
         grad_q = self.q.new_empty(layout.batch, layout.seq_len, layout.heads, layout.key_dim)
         grad_k = self.k.new_empty(layout.batch, layout.seq_len, layout.groups, layout.key_dim)
         grad_beta = torch.empty_like(self.beta)
-        grad_g = None if self.g is None else torch.empty_like(self.g)
         tma = layout.key_dim == self.configuration.block_k and layout.value_dim % blocks.block_v == 0
         values, states = [grad_o, saved.delta, grad_v], [saved.states, grad_states]
         if tma:
             values = [_descriptor(x.flatten(0, 1).flatten(1), layout.chunk, blocks.block_v) for x in values]
             states = [_descriptor(x.flatten(0, 2), blocks.block_v, layout.key_dim) for x in states]
-        gradients_kernel[(layout.num_chunks * layout.groups,)](
+        decays = self._decays()
+        gradients_kernel[self._each_chunk](
             self.q,
             self.k,
             self.beta,
-            self.g,
-            *self._scales(saved)[1:3],
+            *self._scales(saved)[1:],
             *values,
             *states,
             grad_q,
             grad_k,
             grad_beta,
-            grad_g,
+            *decays,
             self.cuts.chunks,
             layout.seq_len,
             scale,
@@ -313,7 +328,44 @@ class _Run:
             **self._compiled(blocks),
             TMA=tma,
         )
-        return grad_q, grad_k, grad_beta, grad_g
+        return grad_q, grad_k, grad_beta, self._decay_gradients(saved, grad_states, decays, scale)
+
+    def _decays(self) -> _Decays:
+        layout = self.layout
+        if self.g is None:
+            return _Decays(None, None, None)
+        each, square = (layout.num_chunks, layout.groups), (layout.chunk, layout.chunk)
+        decays = self.g.new_empty(*each, *square)
+        decays_kernel[self._each_chunk](self.g, decays, self.cuts.chunks, layout.seq_len, layout.groups, layout.chunk)
+        crossing = self.g.new_empty(*each, 1 + layout.heads // layout.groups, *square)
+        return _Decays(decays, crossing, self.g.new_empty(*each, 2, layout.chunk))
+
+    def _decay_gradients(self, saved: Saved, grad_states: Tensor, decays: _Decays, scale: float) -> Tensor | None:
+        layout = self.layout
+        if self.g is None:
+            return None
+        grad_g = torch.empty_like(self.g)
+        decay_gradients_kernel[self._each_chunk](
+            decays.crossing,
+            decays.terms,
+            self._scales(saved)[3],
+            saved.states,
+            grad_states,
+            grad_g,
+            self.cuts.chunks,
+            layout.seq_len,
+            scale,
+            layout.groups,
+            1 + layout.heads // layout.groups,
+            layout.key_dim * layout.value_dim,
+            layout.chunk,
+            _STATE_BLOCK,
+        )
+        return grad_g
+
+    @property
+    def _each_chunk(self) -> tuple[int]:
+        return (self.layout.num_chunks * self.layout.groups,)
 
     def _grid(self, slices: int) -> tuple[int]:
         return (self.cuts.num_segments * self.layout.groups * slices,)

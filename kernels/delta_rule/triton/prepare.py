@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from zoo.kernels.delta_rule.triton.cuts import chunk_rows
+from zoo.kernels.delta_rule.triton.decays import decay_matrix
 
 
 @triton.jit
@@ -46,17 +47,6 @@ def unit_lower_inverse_half(a, SIZE: tl.constexpr, LEVELS: tl.constexpr):
     product = tl.dot(x, low, tl.dot(x, high))
     residual = tl.where(apart == 0, 1.0, 0.0) - x.to(tl.float32) - product
     return tl.dot(residual.to(tl.float16), x, x.to(tl.float32))
-
-
-@triton.jit
-def decay_matrix(g, SIZE: tl.constexpr):
-    """exp(g_{i+1} + ... + g_t) for i <= t, else 0.
-
-    Each sum is one of its own: a difference of two sums from the start would lose what a strong decay between leaves.
-    """
-    index = tl.arange(0, SIZE)
-    steps = tl.where(index[:, None] > index[None, :], g[:, None], 0.0)
-    return tl.exp(tl.where(index[:, None] >= index[None, :], tl.cumsum(steps, 0), float("-inf")))
 
 
 @triton.jit
