@@ -115,8 +115,12 @@ def _cut_kernel(
 
 
 @triton.jit
-def chunk_rows(chunk, chunks, seq_len, CHUNK: tl.constexpr):
-    """The first row of a chunk (int64), and how many rows its document has from there on (0: no such chunk)."""
+def place_of_program(chunks, seq_len, GROUPS: tl.constexpr, CHUNK: tl.constexpr):
+    """Of one program a chunk and key/value head: their number chunk * GROUPS + head, the head, the chunk's first row
+    (all int64), and how many rows its document has from there on (0: no such chunk)."""
+    program = tl.program_id(0)
+    chunk = program // GROUPS
+    group = (program - chunk * GROUPS).to(tl.int64)
     if chunks is not None:
         row = tl.load(chunks + chunk * 2)
         length = tl.load(chunks + chunk * 2 + 1) - row
@@ -127,7 +131,7 @@ def chunk_rows(chunk, chunks, seq_len, CHUNK: tl.constexpr):
         token = ((chunk - document * in_row) * CHUNK).to(tl.int32)
         length = seq_len - token
         row = document.to(tl.int64) * seq_len + token
-    return row, length
+    return program.to(tl.int64), group, row, length
 
 
 @triton.jit

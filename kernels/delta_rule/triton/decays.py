@@ -9,7 +9,7 @@ the start would lose what a strong decay between leaves. That takes long, and ma
 import triton
 import triton.language as tl
 
-from zoo.kernels.delta_rule.triton.cuts import chunk_rows
+from zoo.kernels.delta_rule.triton.cuts import place_of_program
 
 
 @triton.jit
@@ -26,16 +26,13 @@ def decay_matrix(g, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["seq_len"])
 def decays_kernel(g, decays, chunks, seq_len, GROUPS: tl.constexpr, CHUNK: tl.constexpr):
     """E of each chunk and key/value head, one program each."""
-    program = tl.program_id(0)
-    chunk = program // GROUPS
-    group = (program - chunk * GROUPS).to(tl.int64)
-    row, length = chunk_rows(chunk, chunks, seq_len, CHUNK)
+    at, group, row, length = place_of_program(chunks, seq_len, GROUPS, CHUNK)
     if length <= 0:
         return
     token = tl.arange(0, CHUNK)
     rate = tl.load(g + (row + token) * GROUPS + group, mask=token < length, other=0.0)
     square = token[:, None] * CHUNK + token[None, :]
-    tl.store(decays + program.to(tl.int64) * (CHUNK * CHUNK) + square, decay_matrix(rate, CHUNK))
+    tl.store(decays + at * (CHUNK * CHUNK) + square, decay_matrix(rate, CHUNK))
 
 
 @triton.jit(do_not_specialize=["seq_len"])
@@ -50,24 +47,20 @@ def decay_gradients_kernel(
     seq_len,
     scale,
     GROUPS: tl.constexpr,
-    MATRICES: tl.constexpr,
+    REPEAT: tl.constexpr,
     STATE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a chunk and key/value head: dg from the terms that `gradients_kernel` leaves, and from the states."""
-    program = tl.program_id(0)
-    chunk = program // GROUPS
-    group = (program - chunk * GROUPS).to(tl.int64)
-    row, length = chunk_rows(chunk, chunks, seq_len, CHUNK)
+    at, group, row, length = place_of_program(chunks, seq_len, GROUPS, CHUNK)
     if length <= 0:
         return
-    at = program.to(tl.int64)
     token = tl.arange(0, CHUNK)
     earlier = token[None, :] < token[:, None]
-    place = crossing + at * (MATRICES * CHUNK * CHUNK) + token[:, None] * CHUNK + token[None, :]
+    place = crossing + at * ((REPEAT + 1) * CHUNK * CHUNK) + token[:, None] * CHUNK + token[None, :]
     between = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for i in tl.range(MATRICES):
+    for i in tl.range(REPEAT + 1):
         between += tl.load(place + i * (CHUNK * CHUNK))
     grad = tl.sum(tl.where(earlier, tl.cumsum(between, 0, reverse=True), 0.0), 1)
     read = tl.load(terms + at * (2 * CHUNK) + token)

@@ -13,7 +13,7 @@ Nothing is divided by beta. Of dg it leaves the terms, for `decays` to add up.
 import triton
 import triton.language as tl
 
-from zoo.kernels.delta_rule.triton.cuts import chunk_rows
+from zoo.kernels.delta_rule.triton.cuts import place_of_program
 
 
 @triton.jit
@@ -105,13 +105,9 @@ def gradients_kernel(
     TMA: tl.constexpr,
 ):
     """One program a chunk and key/value head."""
-    program = tl.program_id(0)
-    chunk = program // GROUPS
-    group = (program - chunk * GROUPS).to(tl.int64)
-    row, length = chunk_rows(chunk, chunks, seq_len, CHUNK)
+    at, group, row, length = place_of_program(chunks, seq_len, GROUPS, CHUNK)
     if length <= 0:
         return
-    at = chunk.to(tl.int64) * GROUPS + group
     token = tl.arange(0, CHUNK)
     key_dim = tl.arange(0, BLOCK_K)
     inside = token < length

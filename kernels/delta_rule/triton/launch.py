@@ -21,7 +21,7 @@ from zoo.kernels.normalize import EPS
 from zoo.kernels.rows import rows
 
 _CHAIN_ROWS, _CHAIN_STEP = 16, 64
-_STATE_BLOCK = 1024
+_STATE_BLOCK = 1024  # numbers of a state that are read at once
 
 
 class Saved(NamedTuple):
@@ -40,7 +40,7 @@ class _Decays(NamedTuple):
 
     Attributes:
         matrices: [M, G, C, C] fp32, the decay from one token to another.
-        crossing: [M, G, 1 + H / G, C, C] fp32, what tokens read of earlier ones, times its gradient.
+        crossing: [M, G, H / G + 1, C, C] fp32, what tokens read of earlier ones, times its gradient.
         terms: [M, G, 2, C] fp32, what tokens read of the state that enters, and leave in the next, likewise.
     """
 
@@ -337,7 +337,7 @@ class _Run:
         each, square = (layout.num_chunks, layout.groups), (layout.chunk, layout.chunk)
         decays = self.g.new_empty(*each, *square)
         decays_kernel[self._each_chunk](self.g, decays, self.cuts.chunks, layout.seq_len, layout.groups, layout.chunk)
-        crossing = self.g.new_empty(*each, 1 + layout.heads // layout.groups, *square)
+        crossing = self.g.new_empty(*each, self.sizes["REPEAT"] + 1, *square)
         return _Decays(decays, crossing, self.g.new_empty(*each, 2, layout.chunk))
 
     def _decay_gradients(self, saved: Saved, grad_states: Tensor, decays: _Decays, scale: float) -> Tensor | None:
@@ -356,7 +356,7 @@ class _Run:
             layout.seq_len,
             scale,
             layout.groups,
-            1 + layout.heads // layout.groups,
+            self.sizes["REPEAT"],
             layout.key_dim * layout.value_dim,
             layout.chunk,
             _STATE_BLOCK,

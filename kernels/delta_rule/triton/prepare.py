@@ -11,7 +11,7 @@ beta_i / |k_i|, the inverse norms, and the decay from the chunk's start to each 
 import triton
 import triton.language as tl
 
-from zoo.kernels.delta_rule.triton.cuts import chunk_rows
+from zoo.kernels.delta_rule.triton.cuts import place_of_program
 from zoo.kernels.delta_rule.triton.decays import decay_matrix
 
 
@@ -91,10 +91,7 @@ def prepare_kernel(
     EPS: tl.constexpr,
 ):
     """One program a chunk and key/value head."""
-    program = tl.program_id(0)
-    chunk = program // GROUPS
-    group = (program - chunk * GROUPS).to(tl.int64)
-    row, length = chunk_rows(chunk, chunks, seq_len, CHUNK)
+    at, group, row, length = place_of_program(chunks, seq_len, GROUPS, CHUNK)
     if length <= 0:
         return
     token = tl.arange(0, CHUNK)
@@ -104,25 +101,24 @@ def prepare_kernel(
     key = tl.load(k + row * K_ROW + group * k_head + token[:, None] * K_ROW + dim[None, :], mask=tile, other=0.0)
     strength = tl.load(beta + (row + token) * GROUPS + group, mask=inside, other=0.0)
     lower = token[:, None] >= token[None, :]
-    at = (chunk.to(tl.int64) * GROUPS + group) * CHUNK
     column = strength
     if NORMALIZE:
         by_key = inverse_norm(key, EPS)
         column *= by_key
-        tl.store(key_norm + at + token, by_key)
+        tl.store(key_norm + at * CHUNK + token, by_key)
     if g is not None:
         rate = tl.load(g + (row + token) * GROUPS + group, mask=inside, other=0.0)
         decay = decay_matrix(rate, CHUNK)
-        tl.store(decayed + at + token, tl.exp(tl.cumsum(rate)))
-        tl.store(remaining + at + token, last_row(decay, CHUNK))
-    tl.store(write_scale + at + token, column)
+        tl.store(decayed + at * CHUNK + token, tl.exp(tl.cumsum(rate)))
+        tl.store(remaining + at * CHUNK + token, last_row(decay, CHUNK))
+    tl.store(write_scale + at * CHUNK + token, column)
 
     square = token[:, None] * CHUNK + token[None, :]
     for i in tl.range(REPEAT):
         head = group * REPEAT + i
         query = tl.load(q + row * Q_ROW + head * q_head + token[:, None] * Q_ROW + dim[None, :], mask=tile, other=0.0)
         score = tl.where(lower, tl.dot(query, tl.trans(key), input_precision="tf32x3"), 0.0)
-        at_query = (chunk.to(tl.int64) * GROUPS * REPEAT + head) * CHUNK
+        at_query = (at * REPEAT + i) * CHUNK
         if NORMALIZE:
             by_query = inverse_norm(query, EPS)
             score *= by_query[:, None]
@@ -141,4 +137,4 @@ def prepare_kernel(
         x = unit_lower_inverse(a, CHUNK, LEVELS)
     else:
         x = unit_lower_inverse_half(a, CHUNK, LEVELS)
-    tl.store(inverse + at * CHUNK + square, x.to(inverse.dtype.element_ty))
+    tl.store(inverse + at * (CHUNK * CHUNK) + square, x.to(inverse.dtype.element_ty))
