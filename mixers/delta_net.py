@@ -127,8 +127,8 @@ class DeltaNet(Mixer):
         self.options = options
         self.num_heads, self.num_kv_heads, _ = options.heads
         self.d_k, self.d_v = options.head_sizes
-        self.widths = [sum(options.projected[:3]), *options.projected[3:]]
-        self.qkv_widths = list(options.projected[:3])
+        self.qkv_widths, self.gate_widths = list(options.projected[:3]), list(options.projected[3:5])
+        self.widths = [sum(self.qkv_widths), sum(self.gate_widths), options.projected[5]]
         self.in_proj = nn.Linear(dim, sum(options.projected), bias=False)
         self.conv = (
             ShortConvolution(self.widths[0], options.conv_size, bias=options.conv_bias) if options.conv_size else None
@@ -142,8 +142,8 @@ class DeltaNet(Mixer):
 
     def forward(self, x: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, State | None]:
         """See `Mixer.forward`."""
-        qkv, gates = project(self.in_proj, x, [self.widths[0], sum(self.widths[1:])])
-        beta, decay, gate = gates.split(self.widths[1:], -1)
+        qkv, gates, output_gate = project(self.in_proj, x, self.widths)
+        beta, decay = gates.split(self.gate_widths, -1)
         q, k, v, taps = self._features(qkv, context, state)
         rule = recurrent_delta_rule if state is not None and x.shape[1] == 1 else chunk_delta_rule
         memory = None if state is None else state["memory"]
@@ -153,7 +153,7 @@ class DeltaNet(Mixer):
         o, memory = rule(q, k, v, strength, g=g, initial_state=memory, cu_seqlens=context.cu_seqlens, qk_l2norm=norm)
         o = self.norm(o).flatten(-2)
         if self.options.output_gate:
-            o = o * nn.functional.silu(gate)
+            o = o * nn.functional.silu(output_gate)
         return self.out_proj(o), None if state is None else {"memory": memory.to(state["memory"].dtype)} | taps
 
     def _features(self, qkv: Tensor, context: Context, state: State | None) -> tuple[Tensor, Tensor, Tensor, State]:
