@@ -79,20 +79,20 @@ def chunk_forward(
     Returns:
         o [B, T, H, d_v] in the dtype of v, the final state [N, G, d_k, d_v] fp32, and what the backward needs.
     """
-    run = _Run(layout, q, k, beta, g, cu_seqlens)
     v = rows(v)
     saved = Saved(*(v.new_empty(shape, dtype=dtype) for shape, dtype in layout.saved_shapes(save=save)))
+    run = _Run(layout, q, k, beta, g, cu_seqlens, saved)
     o = v.new_empty(layout.batch, layout.seq_len, layout.heads, layout.value_dim)
     final_state = beta.new_empty(layout.num_states, layout.groups, layout.key_dim, layout.value_dim)
-    run.prepare(saved)
+    run.prepare()
     starts = None
     if run.segmented:
         offsets = run.segment_states()
-        run.scan(saved, v, scale, initial=initial_state, offsets=offsets)
-        starts = run.chain(initial_state, 1.0, offsets, saved.transitions, reverse=False)
+        run.scan(v, scale, initial=initial_state, offsets=offsets)
+        starts = run.chain(initial_state, 1.0, offsets, reverse=False)
         initial_state = None
     delta, states = (saved.delta, saved.states) if save else (None, None)
-    run.scan(saved, v, scale, initial=initial_state, starts=starts, o=o, final=final_state, delta=delta, states=states)
+    run.scan(v, scale, initial=initial_state, starts=starts, o=o, final=final_state, delta=delta, states=states)
     return o, final_state, saved
 
 
@@ -127,7 +127,7 @@ def chunk_backward(
     """
     if scale == 0:  # gradients are held in units of scale
         scale, grad_o = 1.0, torch.zeros_like(grad_o)
-    run = _Run(layout, q, k, beta, g, cu_seqlens)
+    run = _Run(layout, q, k, beta, g, cu_seqlens, saved)
     grad_o = grad_o.contiguous()
     if grad_o.data_ptr() % 16:  # as the bulk copy engine needs
         grad_o = grad_o.clone()
@@ -137,13 +137,11 @@ def chunk_backward(
     ends = None
     if run.segmented:
         offsets = run.segment_states()
-        run.reverse(saved, grad_o, scale, final=grad_final_state, offsets=offsets)
-        ends = run.chain(grad_final_state, 1 / scale, offsets, saved.transitions, reverse=True)
+        run.reverse(grad_o, scale, final=grad_final_state, offsets=offsets)
+        ends = run.chain(grad_final_state, 1 / scale, offsets, reverse=True)
         grad_final_state = None
-    run.reverse(
-        saved, grad_o, scale, final=grad_final_state, ends=ends, v=grad_v, states=grad_states, initial=grad_initial
-    )
-    grad_q, grad_k, grad_beta, grad_g = run.gradients(saved, grad_o, grad_v, grad_states, scale)
+    run.reverse(grad_o, scale, final=grad_final_state, ends=ends, v=grad_v, states=grad_states, initial=grad_initial)
+    grad_q, grad_k, grad_beta, grad_g = run.gradients(grad_o, grad_v, grad_states, scale)
     return grad_q, grad_k, grad_v, grad_beta, beta.new_empty(0) if grad_g is None else grad_g, grad_initial
 
 
@@ -151,9 +149,18 @@ class _Run:
     """The launches over one batch."""
 
     def __init__(
-        self, layout: Layout, q: Tensor, k: Tensor, beta: Tensor, g: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        layout: Layout,
+        q: Tensor,
+        k: Tensor,
+        beta: Tensor,
+        g: Tensor | None,
+        cu_seqlens: Tensor | None,
+        saved: Saved,
     ) -> None:
         self.layout = layout
+        self.saved = saved
+        self.scales = [x if x.numel() else None for x in saved.scales.split(layout.scale_sizes)]
         self.q, self.k = rows(q), rows(k)
         self.beta, self.g = beta.contiguous(), None if g is None else g.contiguous()
         self.strides = self.q.stride(1), self.k.stride(1)
@@ -170,15 +177,15 @@ class _Run:
             "CHUNK": layout.chunk,
         }
 
-    def prepare(self, saved: Saved) -> None:
+    def prepare(self) -> None:
         prepare_kernel[self._each_chunk](
             self.q,
             self.k,
             self.beta,
             self.g,
-            saved.inverse,
-            saved.scores,
-            *self._scales(saved),
+            self.saved.inverse,
+            self.saved.scores,
+            *self.scales,
             self.cuts.chunks,
             self.layout.seq_len,
             *self.strides,
@@ -192,7 +199,6 @@ class _Run:
 
     def scan(
         self,
-        saved: Saved,
         v: Tensor,
         scale: float,
         *,
@@ -212,9 +218,9 @@ class _Run:
             self.q,
             self.k,
             v,
-            saved.inverse,
-            saved.scores,
-            *self._scales(saved),
+            self.saved.inverse,
+            self.saved.scores,
+            *self.scales,
             None if initial is None else initial.contiguous(),
             starts,
             o,
@@ -222,7 +228,7 @@ class _Run:
             states,
             delta,
             offsets,
-            None if offsets is None else saved.transitions,
+            None if offsets is None else self.saved.transitions,
             *self._scan_numbers(),
             scale,
             *self.strides,
@@ -234,7 +240,6 @@ class _Run:
 
     def reverse(
         self,
-        saved: Saved,
         grad_o: Tensor,
         scale: float,
         *,
@@ -250,9 +255,9 @@ class _Run:
             self.q,
             self.k,
             grad_o,
-            saved.inverse,
-            saved.scores,
-            *self._scales(saved),
+            self.saved.inverse,
+            self.saved.scores,
+            *self.scales,
             None if final is None else final.contiguous(),
             ends,
             v,
@@ -272,9 +277,7 @@ class _Run:
         layout = self.layout
         return self.beta.new_empty(self.cuts.num_segments, layout.groups, layout.value_dim, layout.key_dim)
 
-    def chain(
-        self, boundary: Tensor | None, unit: float, offsets: Tensor, transitions: Tensor, *, reverse: bool
-    ) -> Tensor:
+    def chain(self, boundary: Tensor | None, unit: float, offsets: Tensor, *, reverse: bool) -> Tensor:
         """The state that enters each segment [S, G, d_v, d_k], or reversed the gradient of the one that leaves it."""
         layout = self.layout
         joined = torch.empty_like(offsets)
@@ -283,7 +286,7 @@ class _Run:
             None if boundary is None else boundary.contiguous(),
             unit,
             offsets,
-            transitions,
+            self.saved.transitions,
             joined,
             self.cuts.first_segments,
             self.cuts.num_segments // layout.num_states,
@@ -298,14 +301,14 @@ class _Run:
         return joined
 
     def gradients(
-        self, saved: Saved, grad_o: Tensor, grad_v: Tensor, grad_states: Tensor, scale: float
+        self, grad_o: Tensor, grad_v: Tensor, grad_states: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         layout, blocks = self.layout, self.configuration.gradients
         grad_q = self.q.new_empty(layout.batch, layout.seq_len, layout.heads, layout.key_dim)
         grad_k = self.k.new_empty(layout.batch, layout.seq_len, layout.groups, layout.key_dim)
         grad_beta = torch.empty_like(self.beta)
         tma = layout.key_dim == self.configuration.block_k and layout.value_dim % blocks.block_v == 0
-        values, states = [grad_o, saved.delta, grad_v], [saved.states, grad_states]
+        values, states = [grad_o, self.saved.delta, grad_v], [self.saved.states, grad_states]
         if tma:
             values = [_descriptor(x.flatten(0, 1).flatten(1), layout.chunk, blocks.block_v) for x in values]
             states = [_descriptor(x.flatten(0, 2), blocks.block_v, layout.key_dim) for x in states]
@@ -314,7 +317,7 @@ class _Run:
             self.q,
             self.k,
             self.beta,
-            *self._scales(saved)[1:],
+            *self.scales[1:],
             *values,
             *states,
             grad_q,
@@ -328,7 +331,7 @@ class _Run:
             **self._compiled(blocks),
             TMA=tma,
         )
-        return grad_q, grad_k, grad_beta, self._decay_gradients(saved, grad_states, decays, scale)
+        return grad_q, grad_k, grad_beta, self._decay_gradients(grad_states, decays, scale)
 
     def _decays(self) -> _Decays:
         layout = self.layout
@@ -340,7 +343,7 @@ class _Run:
         crossing = self.g.new_empty(*each, self.sizes["REPEAT"] + 1, *square)
         return _Decays(decays, crossing, self.g.new_empty(*each, 2, layout.chunk))
 
-    def _decay_gradients(self, saved: Saved, grad_states: Tensor, decays: _Decays, scale: float) -> Tensor | None:
+    def _decay_gradients(self, grad_states: Tensor, decays: _Decays, scale: float) -> Tensor | None:
         layout = self.layout
         if self.g is None:
             return None
@@ -348,8 +351,8 @@ class _Run:
         decay_gradients_kernel[self._each_chunk](
             decays.crossing,
             decays.terms,
-            self._scales(saved)[3],
-            saved.states,
+            self.scales[3],
+            self.saved.states,
             grad_states,
             grad_g,
             self.cuts.chunks,
@@ -369,9 +372,6 @@ class _Run:
 
     def _grid(self, slices: int) -> tuple[int]:
         return (self.cuts.num_segments * self.layout.groups * slices,)
-
-    def _scales(self, saved: Saved) -> list[Tensor | None]:
-        return [x if x.numel() else None for x in saved.scales.split(self.layout.scale_sizes)]
 
     def _scan_numbers(self) -> tuple[Tensor | None, int, int]:
         return self.cuts.segments, self.layout.seq_len, self.cuts.segment_chunks
