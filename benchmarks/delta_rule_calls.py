@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness import DEVICE, relative_errors, rounded
+from harness import DEVICE, ratios, relative_errors
 from zoo.kernels.delta_rule import chunk_delta_rule
 
 CHUNK = 64
@@ -131,9 +131,6 @@ def compare(both: dict[str, Rule], inputs: Inputs, gradients: list[Tensor], rows
         found = {name: x[:rows] for name, x in forward_backward(rule, inputs, gradients).items()}
         errors[side] = relative_errors(found, exact)
     if "fla" in errors:
-        errors["ours_over_fla"] = {
-            name: rounded(error / errors["fla"][name])
-            for name, error in errors["ours"].items()
-            if error is not None and errors["fla"][name] and not name.endswith("_absolute")
-        }
+        over = ratios(errors["ours"], errors["fla"])
+        errors["ours_over_fla"] = {name: ratio for name, ratio in over.items() if ratio is not None}
     return errors

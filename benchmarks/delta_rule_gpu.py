@@ -8,14 +8,8 @@ GPU time is that of CUDA graph replays. Eager time is a call's, with what the ho
 Shapes: B batch, T tokens, H heads, D head dimension of keys and values.
 """
 
-import json
 import math
-import os
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -42,7 +36,23 @@ from delta_rule_calls import (
     rules,
 )
 from delta_rule_plots import plot_lengths, plot_ops
-from harness import DEVICE, Benchmark, Part, call_ms, graph_ms, rounded, show
+from harness import (
+    DEVICE,
+    Benchmark,
+    Part,
+    call_ms,
+    compile_in_parallel,
+    first_calls_s,
+    gpu_times,
+    peak_bytes,
+    rounded,
+    saved_for_backward,
+    seconds_of,
+    show,
+    show_errors,
+    spread,
+    verdict,
+)
 
 HARD_SHAPE = 2, 2048, 16  # B, T, H of the section on errors
 LENGTHS = [8192, 16384, 32768, 65536, 131072]
@@ -59,30 +69,6 @@ FIRST_SHAPE = next(iter(TARGETS))
 MAX_ERROR_RATIO, MAX_FLOAT32_ERROR, MAX_GROWTH, MAX_FIRST_CALL_S = 1.1, 1e-4, 1.1, 30
 
 
-def gpu_times(calls: dict[str, Callable[[], Any]]) -> tuple[str, dict[str, Any]]:
-    """How it was measured, and milliseconds of each: CUDA graphs, or the profiler for all if one cannot be captured."""
-    times = {}
-    for name, call in calls.items():
-        marks = graph_ms(call)
-        if marks is None:
-            return "profiler_sum", {name: {"median": rounded(profiled_ms(call))} for name, call in calls.items()}
-        times[name] = spread(marks)
-    return "cuda_graph", times
-
-
-def profiled_ms(call: Callable[[], Any], count: int = 10) -> float:
-    """Milliseconds that the kernels of a call take, one after another."""
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(count):
-            call()
-        torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e3 / count
-
-
 def measure(both: dict[str, Rule], inputs: Inputs, gradients: list[Tensor], steps: tuple[str, ...]) -> dict[str, Any]:
     """GPU and eager milliseconds of the steps for each side, and how many times as fast as FLA ours is."""
     found: dict[str, Any] = {}
@@ -97,26 +83,6 @@ def measure(both: dict[str, Rule], inputs: Inputs, gradients: list[Tensor], step
                 key: rounded(ms["fla"]["median"] / ms["ours"]["median"]) for key, ms in times.items()
             }
     return found
-
-
-def spread(marks: list[float]) -> dict[str, float | None]:
-    """The quantiles by name."""
-    return {name: rounded(mark) for name, mark in zip(("median", "p20", "p80"), marks, strict=True)}
-
-
-def show_errors(label: str, errors: dict[str, Any]) -> None:
-    """Errors of each side, and their ratio; * marks an absolute one."""
-    for side, row in errors.items():
-        cells = [f"{name.removesuffix('_absolute')} {value:.1e}" + "*" * name.endswith("_absolute")
-                 if value is not None else f"{name} -" for name, value in row.items()]  # fmt: skip
-        print(f"{label:<30}{side:<14}" + "  ".join(cells), flush=True)
-
-
-def verdict(name: str, value: float | None, target: float, *, least: bool) -> dict[str, Any]:
-    """Whether a figure is at least, or at most, its target."""
-    met = value is not None and (value >= target if least else value <= target)
-    show(f"  target {name}", value, f"{'>=' if least else '<='} {target}", "met" if met else "MISSED")
-    return {"name": name, "value": value, "target": target, "met": met}
 
 
 def copy_bandwidth() -> float:
@@ -194,13 +160,9 @@ def lengths() -> dict[str, Any]:
         gradients = make_gradients(inputs)
         calls = {name: partial(step, rule, inputs, gradients) for name, step in STEPS.items()}
         method, times = gpu_times(calls)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        calls["forward_backward"]()
         row: dict[str, Any] = {"T": length, "gpu_method": method}
         row |= {f"{name}_ms_per_1k": rounded((ms["median"] or 0) * 1024 / length) for name, ms in times.items()}
-        row["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        row["peak_bytes"] = peak_bytes(calls["forward_backward"])
         show(*(x for key, x in row.items() if "T" in key or "1k" in key), row["peak_bytes"] / length / 1024)
         rows.append(row)
         del inputs, gradients, calls
@@ -266,65 +228,30 @@ def step() -> dict[str, Any]:
 
 def cold() -> dict[str, Any]:
     """Seconds of the first call, forward and backward, in a fresh process without compiled kernels."""
-    with tempfile.TemporaryDirectory() as folder:
-        child = start("first_call", environment={"TRITON_CACHE_DIR": folder})
-        output, _ = child.communicate()
-    if child.returncode:
-        raise RuntimeError("the fresh process failed")
-    seconds = json.loads(output.splitlines()[-1])
-    target = verdict("first call, s", seconds[0], MAX_FIRST_CALL_S, least=False)
-    return {"first_call_s": seconds[0], "second_call_s": seconds[1], "targets": [target]}
+    first, second = first_calls_s(__file__, "first_call")
+    target = verdict("first call, s", first, MAX_FIRST_CALL_S, least=False)
+    return {"first_call_s": first, "second_call_s": second, "targets": [target]}
 
 
 def first_call() -> list[float | None]:
     """What `cold` measures, in its process: the first call and the second."""
     inputs = make_inputs(FIRST_SHAPE)
-    gradients, rule = make_gradients(inputs), chunk_rules()["ours"]
-    seconds = []
-    for _ in range(2):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        forward_backward(rule, inputs, gradients)
-        torch.cuda.synchronize()
-        seconds.append(rounded(time.perf_counter() - begin))
-    return seconds
+    return seconds_of(partial(forward_backward, chunk_rules()["ours"], inputs, make_gradients(inputs)))
 
 
 def memory() -> dict[str, Any]:
     """Bytes per token and head that are kept for the backward, counted, and by arithmetic (B 8 T 2048 H 16)."""
-    result = {}
+    result: dict[str, Any] = {}
     show("D", "kept", "of inputs", "by arithmetic")
     for head_dim in (64, 128, 256):
         shape = 8, 2048, 16, head_dim
         inputs = make_inputs(shape)
         inputs["beta"] = inputs["beta"].detach().float().requires_grad_()  # as a layer gives it: else a copy is kept
-        kept: dict[int, Tensor] = {}
-        with torch.autograd.graph.saved_tensors_hooks(partial(keep, kept), lambda x: x):
-            outputs = chunk_rules()["ours"](**inputs)
-        names = {x.untyped_storage().data_ptr(): name for name, x in inputs.items()}
-        cells = math.prod(shape[:3])
-        parts = [
-            {
-                "input": names.get(place),
-                "shape": list(x.shape),
-                "dtype": str(x.dtype).removeprefix("torch."),
-                "bytes": rounded(x.untyped_storage().nbytes() / cells),
-            }
-            for place, x in kept.items()
-        ]
-        total = sum(x.untyped_storage().nbytes() for x in kept.values()) / cells
-        of_inputs = sum(part["bytes"] for part in parts if part["input"])
-        show(head_dim, total, of_inputs, saved_bytes(head_dim))
-        result[f"D {head_dim}"] = {"bytes": rounded(total), "by_arithmetic": saved_bytes(head_dim), "parts": parts}
-        del outputs, kept
+        found = saved_for_backward(partial(chunk_rules()["ours"], **inputs), inputs, math.prod(shape[:3]))
+        of_inputs = sum(part["bytes"] for part in found["parts"] if part["input"])
+        show(head_dim, found["bytes"], of_inputs, saved_bytes(head_dim))
+        result[f"D {head_dim}"] = found | {"by_arithmetic": saved_bytes(head_dim)}
     return result
-
-
-def keep(kept: dict[int, Tensor], x: Tensor) -> Tensor:
-    """Note a saved tensor under its storage."""
-    if x.numel():
-        kept[x.untyped_storage().data_ptr()] = x
-    return x
 
 
 def saved_bytes(head_dim: int) -> float:
@@ -345,22 +272,6 @@ def compile_ahead(section: str, head_dim: int) -> None:
             forward(rule, inputs, [])
             forward_backward(rule, inputs, make_gradients(inputs))
     torch.cuda.synchronize()
-
-
-def start(function: str, *arguments: Any, environment: dict[str, str]) -> subprocess.Popen[str]:
-    """A process that calls a function of this file and prints what it returns as JSON."""
-    code = f"import json, runpy; print(json.dumps(runpy.run_path({__file__!r})[{function!r}](*{arguments!r})))"
-    command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
-
-
-def compile_in_parallel(sections: list[str]) -> None:
-    """Fill Triton's cache of compiled kernels, not that of tuned choices: tuning wants the GPU for itself."""
-    jobs = [(section, head_dim) for section in sections for head_dim in COMPILED_AHEAD.get(section, ())]
-    children = {job: start("compile_ahead", *job, environment={"FLA_CACHE_RESULTS": "0"}) for job in jobs}
-    for job, child in children.items():
-        child.communicate()
-        print(f"compiled {job}" if child.returncode == 0 else f"{job} failed to compile", file=sys.stderr, flush=True)
 
 
 SECTIONS = (ops, errors, lengths, gated, step, cold, memory)
@@ -384,7 +295,8 @@ def main() -> None:
     )
     args = benchmark.parse_args(parser)
     if args.compile_ahead:
-        compile_in_parallel(args.parts)
+        jobs = [(section, head_dim) for section in args.parts for head_dim in COMPILED_AHEAD.get(section, ())]
+        compile_in_parallel(__file__, jobs)
     benchmark.run(args.parts, args.out)
 
 

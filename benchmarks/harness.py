@@ -1,4 +1,4 @@
-"""What the measurements on a GPU share: the command line, the result file, times, errors, a table's line.
+"""What the measurements on a GPU share: the command line, the result file, times, memory, errors, a table's line.
 
 A benchmark measures parts, all or some of them in a run, and keeps them in one JSON file for each GPU. A run replaces
 the parts that it measures; the others stay if they are of the same machine, versions and commit.
@@ -7,11 +7,15 @@ the parts that it measures; the others stay if they are of the same machine, ver
 import argparse
 import json
 import math
+import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -136,11 +140,58 @@ def fla_version(module: str) -> str | None:
     return found
 
 
-def call_ms(call: Callable[[], Any]) -> list[float]:
-    """Milliseconds of a call with what the host takes, after a flush of the L2 cache: the `QUANTILES`."""
+def start(script: str, function: str, *arguments: Any, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """A process that calls a function of a script and prints what it returns as JSON."""
+    code = f"import json, runpy; print(json.dumps(runpy.run_path({script!r})[{function!r}](*{arguments!r})))"
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+
+
+def compile_in_parallel(script: str, jobs: Iterable[tuple[Any, ...]]) -> None:
+    """Fill Triton's cache of compiled kernels, not that of tuned choices: tuning wants the GPU for itself.
+
+    Args:
+        script: whose `compile_ahead` is called, in a process for each job.
+        jobs: its arguments.
+    """
+    children = {job: start(script, "compile_ahead", *job, environment={"FLA_CACHE_RESULTS": "0"}) for job in jobs}
+    for job, child in children.items():
+        child.communicate()
+        print(f"compiled {job}" if child.returncode == 0 else f"{job} failed to compile", file=sys.stderr, flush=True)
+
+
+def first_calls_s(script: str, function: str) -> list[float | None]:
+    """What a function of a script returns, the seconds of its calls, in a fresh process without compiled kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = start(script, function, environment={"TRITON_CACHE_DIR": folder})
+        output, _ = child.communicate()
+    if child.returncode:
+        raise RuntimeError("the fresh process failed")
+    return json.loads(output.splitlines()[-1])
+
+
+def seconds_of(call: Callable[[], Any], count: int = 2) -> list[float | None]:
+    """The seconds that each of so many calls takes."""
+    seconds = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        seconds.append(rounded(time.perf_counter() - begin))
+    return seconds
+
+
+def call_ms(call: Callable[[], Any], rep: int = 60) -> list[float]:
+    """Milliseconds of a call with what the host takes, after a flush of the L2 cache: the `QUANTILES`.
+
+    Args:
+        call: what is measured.
+        rep: about as many milliseconds of it.
+    """
     from triton.testing import do_bench
 
-    marks: Any = do_bench(call, warmup=15, rep=60, quantiles=QUANTILES)
+    marks: Any = do_bench(call, warmup=15, rep=rep, quantiles=QUANTILES)
     return marks
 
 
@@ -157,6 +208,77 @@ def graph_ms(call: Callable[[], Any]) -> list[float] | None:
     return marks
 
 
+def gpu_times(calls: dict[str, Callable[[], Any]]) -> tuple[str, dict[str, Any]]:
+    """How it was measured, and milliseconds of each: CUDA graphs, or the profiler for all if one cannot be captured."""
+    times = {}
+    for name, call in calls.items():
+        marks = graph_ms(call)
+        if marks is None:
+            return "profiler_sum", {name: {"median": rounded(profiled_ms(call))} for name, call in calls.items()}
+        times[name] = spread(marks)
+    return "cuda_graph", times
+
+
+def profiled_ms(call: Callable[[], Any], count: int = 10) -> float:
+    """Milliseconds that the kernels of a call take, one after another."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e3 / count
+
+
+def spread(marks: list[float]) -> dict[str, float | None]:
+    """The quantiles by name."""
+    return {name: rounded(mark) for name, mark in zip(("median", "p20", "p80"), marks, strict=True)}
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """The most that a call allocates at a time, its results with it."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def saved_for_backward(call: Callable[[], Any], inputs: dict[str, Tensor], cells: int) -> dict[str, Any]:
+    """The bytes that a call keeps for its backward, in all and of each storage.
+
+    Args:
+        call: which computes with gradients.
+        inputs: of the call, by name.
+        cells: what the bytes are divided by.
+    """
+    kept: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(partial(_keep, kept), lambda x: x):
+        outputs = call()
+    names = {x.untyped_storage().data_ptr(): name for name, x in inputs.items()}
+    parts = [
+        {
+            "input": names.get(place),
+            "shape": list(x.shape),
+            "dtype": str(x.dtype).removeprefix("torch."),
+            "bytes": rounded(x.untyped_storage().nbytes() / cells),
+        }
+        for place, x in kept.items()
+    ]
+    total = sum(x.untyped_storage().nbytes() for x in kept.values()) / cells
+    del outputs
+    return {"bytes": rounded(total), "parts": parts}
+
+
+def _keep(kept: dict[int, Tensor], x: Tensor) -> Tensor:
+    """Note a saved tensor under its storage."""
+    if x.numel():
+        kept[x.untyped_storage().data_ptr()] = x
+    return x
+
+
 def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float | None]:
     """|actual - expected| / |expected| of each; the difference itself, as NAME_absolute, where that is zero."""
     errors = {}
@@ -165,6 +287,30 @@ def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> d
         difference, size = (actual[name].double() - exact).norm().item(), exact.norm().item()
         errors[name if size else f"{name}_absolute"] = rounded(difference / size if size else difference)
     return errors
+
+
+def ratios(errors: dict[str, float | None], base: dict[str, float | None]) -> dict[str, float | None]:
+    """The first over the second, of the relative ones that are not 0 there."""
+    return {
+        name: None if error is None else rounded(error / below)
+        for name, error in errors.items()
+        if not name.endswith("_absolute") and (below := base.get(name))
+    }
+
+
+def show_errors(label: str, errors: dict[str, Any]) -> None:
+    """Errors of each side, and their ratio; * marks an absolute one."""
+    for side, row in errors.items():
+        cells = [f"{name.removesuffix('_absolute')} {value:.1e}" + "*" * name.endswith("_absolute")
+                 if value is not None else f"{name} -" for name, value in row.items()]  # fmt: skip
+        print(f"{label:<30}{side:<14}" + "  ".join(cells), flush=True)
+
+
+def verdict(name: str, value: float | None, target: float, *, least: bool) -> dict[str, Any]:
+    """Whether a figure is at least, or at most, its target."""
+    met = value is not None and (value >= target if least else value <= target)
+    show(f"  target {name}", value, f"{'>=' if least else '<='} {target}", "met" if met else "MISSED")
+    return {"name": name, "value": value, "target": target, "met": met}
 
 
 def rounded(value: float) -> float | None:

@@ -5,8 +5,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-__all__ = ["missing_for_triton"]
+__all__ = ["MAX_HEAD_DIM", "missing_for_heads", "missing_for_triton", "shared_memory"]
 
+MAX_HEAD_DIM = 256
+_MIN_SHARED_MEMORY = 227 * 1024  # of a program, as the largest heads need; Hopper and Blackwell for data centers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INSTALLED = find_spec("triton") is not None
 
@@ -25,3 +27,29 @@ def missing_for_triton(name: str, x: Tensor) -> str | None:
     if x.dtype not in _DTYPES:
         return f"{name} in bfloat16, float16 or float32, got {x.dtype}"
     return None
+
+
+def missing_for_heads(v: Tensor, **sizes: int) -> str | None:
+    """What a call lacks whose kernels hold whole heads, or None.
+
+    Args:
+        v: the argument whose dtype the kernels take.
+        sizes: of the heads, by name.
+    """
+    missing = missing_for_triton("v", v)
+    if missing is not None:
+        return missing
+    if max(sizes.values()) > MAX_HEAD_DIM:
+        return f"{' and '.join(sizes)} of at most {MAX_HEAD_DIM}, got {' and '.join(map(str, sizes.values()))}"
+    available = shared_memory(v.device)
+    if available < _MIN_SHARED_MEMORY:
+        return f"a GPU with {_MIN_SHARED_MEMORY} bytes of shared memory for a program, got one with {available}"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on a CUDA device; enough where there is none, for fake tensors."""
+    if not torch.cuda.is_available():
+        return _MIN_SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

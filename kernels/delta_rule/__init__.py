@@ -11,11 +11,10 @@ from torch import Tensor
 from zoo.kernels.checks import check_shape, check_tensors
 from zoo.kernels.delta_rule import ops, triton_ops
 from zoo.kernels.delta_rule.reference import delta_rule_reference
-from zoo.kernels.delta_rule.schedule import MAX_HEAD_DIM, MIN_SHARED_MEMORY, shared_memory
 from zoo.kernels.normalize import l2_normalize
 from zoo.kernels.packing import check_cu_seqlens
 from zoo.kernels.precision import precise_dtype
-from zoo.kernels.triton_support import missing_for_triton
+from zoo.kernels.triton_support import missing_for_heads
 
 __all__ = ["chunk_delta_rule", "recurrent_delta_rule"]
 
@@ -148,25 +147,12 @@ def _choose(impl: str, v: Tensor, key_dim: int) -> _Form:
     """
     if impl == "reference" or impl == "torch":
         return impl
-    missing = _missing(v, key_dim)
+    missing = missing_for_heads(v, d_k=key_dim, d_v=v.shape[-1])
     if missing is None:
         return "triton"
     if impl == "triton":
         raise ValueError(f"impl: 'triton' needs {missing}")
     return "torch"
-
-
-def _missing(v: Tensor, key_dim: int) -> str | None:
-    """What a call lacks for Triton, or None."""
-    missing = missing_for_triton("v", v)
-    if missing is not None:
-        return missing
-    if max(key_dim, v.shape[-1]) > MAX_HEAD_DIM:
-        return f"d_k and d_v of at most {MAX_HEAD_DIM}, got {key_dim} and {v.shape[-1]}"
-    available = shared_memory(v.device)
-    if available < MIN_SHARED_MEMORY:
-        return f"a GPU with {MIN_SHARED_MEMORY} bytes of shared memory for a program, got one with {available}"
-    return None
 
 
 def _settle(

@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["MAX_HEAD_DIM", "MIN_SHARED_MEMORY", "Blocks", "Configuration", "Layout", "configuration", "shared_memory"]
+__all__ = ["Blocks", "Configuration", "Layout", "configuration"]
 
-MAX_HEAD_DIM = 256
-MIN_SHARED_MEMORY = 227 * 1024  # of a program, as the largest head sizes need; Hopper and Blackwell for data centers
 _SHORTEST_SEGMENT = 8  # chunks: below, what joins the segments costs more than it saves
 _FEWEST_SEGMENTS = 4  # in a row: with two, the extra pass takes as long as what it saves
 
@@ -177,14 +175,6 @@ class Layout:
 
     def _fixed_segment_chunks(self, segment_length: int) -> int:
         return -(-segment_length // self.chunk)
-
-
-@torch.compiler.assume_constant_result
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have on a CUDA device; enough where there is none, for fake tensors."""
-    if not torch.cuda.is_available():
-        return MIN_SHARED_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -3,21 +3,25 @@
 Shapes: B batch, T tokens, S tokens of a prefix, H heads of w, G key/value heads, D and D_v their sizes, N documents.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from zoo.kernels.checks import check_shape, check_tensors
+from zoo.kernels.deltaformer import ops, triton_ops
 from zoo.kernels.deltaformer.chunk import CHUNK
 from zoo.kernels.deltaformer.kappa import Kappa, check_kappa, default_scale
-from zoo.kernels.deltaformer.ops import deltaformer_write as _chunk_op
 from zoo.kernels.deltaformer.read import deltaformer_read
 from zoo.kernels.deltaformer.reference import deltaformer_write_reference
 from zoo.kernels.packing import can_read_values, check_cu_seqlens
 from zoo.kernels.precision import precise_dtype
+from zoo.kernels.triton_support import missing_for_heads
 
 __all__ = ["CHUNK", "Kappa", "default_scale", "deltaformer_read", "deltaformer_write"]
 
-_IMPLS = ("auto", "reference", "torch")
+_Form = Literal["reference", "torch", "triton"]
+_IMPLS = ("auto", "reference", "torch", "triton")
 
 
 def deltaformer_write(
@@ -47,10 +51,12 @@ def deltaformer_write(
     start; even then "exp", for which two equal unit vectors weigh e, grows with beta near 1, and "round" with vectors
     that rotary positions have turned.
 
-    The chunked form multiplies hidden values by 0, which does not stop inf or NaN: these spread to earlier tokens and
-    to other documents of a packed row. Differentiable, once, in w, k, v, alpha, beta, prefix_k and prefix_u.
-    Half-precision inputs are computed in float32; w, k and the prefix are cast to the dtype of v. Memory is linear in
-    T: beside the inputs in the computing dtype and the outputs, a few strips [B, H, 64, S + T].
+    Hidden values are multiplied by 0, which does not stop inf or NaN: these spread to earlier tokens and to other
+    documents of a packed row. Differentiable, once, in w, k, v, alpha, beta, prefix_k and prefix_u. w, k and the prefix
+    are cast to the dtype of v. Memory is linear in T. PyTorch computes half-precision inputs in float32, and holds a
+    few strips [B, H, 64, S + T] beside the inputs in that dtype and the outputs. Triton multiplies them as they are and
+    adds in float32; beside inputs and u it keeps 132 bytes per token and head for the backward, and in half precision
+    what rounding took from u. Two of its runs are bit-identical, and a row of a batch is what it is alone.
 
     Args:
         w: [B, T, H, D], no size 0, what is compared with the keys; any floating-point dtype and strides, like all.
@@ -68,8 +74,9 @@ def deltaformer_write(
         prefix_u: [B, S, H, D_v], what this function returned for them.
         prefix_lengths: [B] int32 or int64, how many of the S exist in each row, from the first on; None for all. What
             stands in the places of the others has no influence, but must be finite.
-        impl: "auto" or "torch", the chunked algorithm in PyTorch, or "reference", token by token. An explicit choice
-            never falls back.
+        impl: "triton" (CUDA; bf16, fp16 or fp32; D and D_v up to 256; 227 KiB of shared memory, as Hopper has; no
+            prefix), "torch" (chunks in PyTorch) or "reference" (token by token); "auto" is Triton wherever it can. An
+            explicit choice never falls back.
 
     Returns:
         u [B, T, H, D_v] in the dtype of v.
@@ -78,20 +85,41 @@ def deltaformer_write(
         ValueError: an argument is not as above; the message names it, what was expected and what came.
     """
     if impl not in _IMPLS:
-        raise ValueError(f"impl: expected one of {', '.join(map(repr, _IMPLS))} (there is no Triton yet), got {impl!r}")
+        raise ValueError(f"impl: expected one of {', '.join(map(repr, _IMPLS))}, got {impl!r}")
     check_kappa("kappa1", kappa1, round_decimals)
     _check(w, k, v, alpha, beta)
     _check_before(w, k, v, cu_seqlens, prefix_k, prefix_u, prefix_lengths)
+    form = _choose(impl, v, w.shape[-1], prefix_k)
     dtype, precise = v.dtype, precise_dtype(v.dtype)
     w, k = w.to(dtype), k.to(dtype)  # autocast hands over mixed dtypes
     alpha, beta = (w.new_ones(w.shape[:3], dtype=precise) if x is None else x.to(precise) for x in (alpha, beta))
+    factor: float = default_scale(kappa1, w.shape[-1]) if scale is None else scale
+    if form == "triton":
+        tensors = w, k, v, alpha, beta, cu_seqlens
+        save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        return triton_ops.deltaformer_write(*tensors, kappa1, round_decimals, factor, save)[0]
     if prefix_k is None or prefix_u is None:
         prefix_u = v.new_empty(w.shape[0], 0, w.shape[2], v.shape[3])
     else:
         k, prefix_u = torch.cat([prefix_k.to(dtype), k], 1), prefix_u.to(dtype)
-    factor: float = default_scale(kappa1, w.shape[-1]) if scale is None else scale
     inputs = w, k, v, alpha, beta, prefix_u, prefix_lengths, cu_seqlens, kappa1, round_decimals, factor
-    return deltaformer_write_reference(*inputs) if impl == "reference" else _chunk_op(*inputs)[0]
+    return deltaformer_write_reference(*inputs) if form == "reference" else ops.deltaformer_write(*inputs)[0]
+
+
+def _choose(impl: str, v: Tensor, head_dim: int, prefix_k: Tensor | None) -> _Form:
+    """The form that computes a call.
+
+    Raises:
+        ValueError: Triton is asked for, and cannot.
+    """
+    if impl == "reference" or impl == "torch":
+        return impl
+    missing = missing_for_heads(v, D=head_dim, D_v=v.shape[-1]) if prefix_k is None else "a call without a prefix"
+    if missing is None:
+        return "triton"
+    if impl == "triton":
+        raise ValueError(f"impl: 'triton' needs {missing}")
+    return "torch"
 
 
 def _check(w: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zoo.kernels import delta_rule
+from zoo.kernels import delta_rule, triton_support
 from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
 
 OP, BACKWARD_OP = torch.ops.zoo.chunk_delta_rule_torch.default, torch.ops.zoo.chunk_delta_rule_torch_backward.default
@@ -183,7 +183,7 @@ def test_segments_have_tokens(impl: str) -> None:
 
 @pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])
 def test_a_small_gpu_computes_in_pytorch(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
-    monkeypatch.setattr(delta_rule, "shared_memory", lambda _: 101_376)
+    monkeypatch.setattr(triton_support, "shared_memory", lambda _: 101_376)
     with FakeTensorMode():
         inputs = [torch.empty(y.shape, device="cuda") for y in (Q, K, V, BETA)]
         message = r"^impl: 'triton' needs a GPU .* 232448 bytes of shared memory for a program, got one with 101376$"

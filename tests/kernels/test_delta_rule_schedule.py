@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from zoo.kernels.delta_rule import schedule
-from zoo.kernels.delta_rule.schedule import MAX_HEAD_DIM, Configuration, Layout, configuration
+from zoo.kernels.delta_rule.schedule import Configuration, Layout, configuration
+from zoo.kernels.triton_support import MAX_HEAD_DIM
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MULTIPROCESSORS = 132

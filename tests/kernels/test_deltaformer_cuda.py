@@ -1,6 +1,6 @@
-"""The chunked write of the Deltaformer on a CUDA device: equal to float64 on the CPU, deterministic, sound as an op.
+"""The write of the Deltaformer in PyTorch on a CUDA device: equal to float64 on the CPU.
 
-Shapes: B batch, T tokens, S tokens of a prefix, H heads of w, G key/value heads, D and D_v their sizes.
+Shapes: B batch, T tokens, S tokens of a prefix, H heads of w, G key/value heads, D and D_v their sizes, N documents.
 """
 
 from typing import Any
@@ -45,12 +45,12 @@ def make_inputs(seq_len: int, form: str) -> dict[str, Tensor]:
 
 
 def results(inputs: dict[str, Tensor], device: str, dtype: torch.dtype, **options: Any) -> list[Tensor]:
-    """u and the gradients of all floating-point inputs, back on the CPU in float64."""
+    """u and the gradients of all floating-point inputs, in PyTorch, back on the CPU in float64."""
     given = {
         name: x.to(device, dtype).requires_grad_() if x.is_floating_point() else x.to(device)
         for name, x in inputs.items()
     }
-    u = deltaformer_write(**given, **options)
+    u = deltaformer_write(**given, **options, impl="torch")
     generator = torch.Generator().manual_seed(0)
     upstream = torch.randn(u.shape, dtype=torch.float64, generator=generator).to(u)
     leaves = [x for x in given.values() if x.requires_grad]

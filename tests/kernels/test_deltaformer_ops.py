@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zoo.kernels import deltaformer, triton_support
 from zoo.kernels.deltaformer import deltaformer_read, deltaformer_write
 
 OP, BACKWARD_OP = (
     torch.ops.zoo.deltaformer_write_torch.default,
     torch.ops.zoo.deltaformer_write_torch_backward.default,
+)
+TRITON_OP, TRITON_BACKWARD_OP = (
+    torch.ops.zoo.deltaformer_write_triton.default,
+    torch.ops.zoo.deltaformer_write_triton_backward.default,
 )
 LEAVES: tuple[str, ...] = ("w", "k", "v", "alpha", "beta", "prefix_k", "prefix_u")
 SMOOTH = ("softmax", "linear", "relu", "exp")
@@ -323,8 +328,71 @@ def test_write_errors_name_the_argument(change: dict[str, Any], message: str, im
 
 
 def test_an_unknown_implementation_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^impl: expected one of 'auto', 'reference', 'torch' .*, got 'triton'"):
+    with pytest.raises(ValueError, match=r"^impl: expected one of 'auto', 'reference', 'torch', 'triton', got 'cuda'$"):
+        deltaformer_write(W, K, V, impl="cuda")
+
+
+def on_fake_gpu(x: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The same arguments on a CUDA device that need not exist, within `FakeTensorMode`."""
+    return {
+        name: torch.empty(y.shape, dtype=dtype if y.is_floating_point() else y.dtype, device="cuda")
+        for name, y in x.items()
+    }
+
+
+WIDE = {name: torch.empty(3, 7, y.shape[2], 257) for name, y in (("w", W), ("k", K), ("v", V))}
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "shared", "needs"),
+    [
+        (PREFIX, torch.float32, 232_448, r"a call without a prefix"),
+        (PREFIX, torch.float64, 232_448, r"a call without a prefix"),
+        ({}, torch.float64, 232_448, r"v in bfloat16, float16 or float32, got torch.float64"),
+        ({"v": WIDE["v"]}, torch.float32, 232_448, r"D and D_v of at most 256, got 6 and 257"),
+        ({"w": WIDE["w"], "k": WIDE["k"]}, torch.float32, 232_448, r"D and D_v of at most 256, got 257 and 10"),
+        ({}, torch.float32, 101_376, r"a GPU with 232448 bytes of shared memory for a program, got one with 101376"),
+    ],
+)
+def test_where_triton_cannot_auto_is_pytorch(
+    change: dict[str, Tensor], dtype: torch.dtype, shared: int, needs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_support, "shared_memory", lambda _: shared)
+    with FakeTensorMode():
+        x = on_fake_gpu({"w": W, "k": K, "v": V} | change, dtype)
+        with pytest.raises(ValueError, match=rf"^impl: 'triton' needs {needs}$"):
+            deltaformer_write(**x, impl="triton")
+        assert deltaformer._choose("auto", x["v"], x["w"].shape[3], x.get("prefix_k")) == "torch"
+        assert deltaformer_write(**x).shape == (3, 7, 4, x["v"].shape[3])
+
+
+def test_where_triton_can_auto_is_triton() -> None:
+    with pytest.raises(ValueError, match=r"^impl: 'triton' needs CUDA tensors, got cpu$"):
         deltaformer_write(W, K, V, impl="triton")
+    assert deltaformer._choose("auto", V, 6, None) == "torch"
+    with FakeTensorMode():
+        assert deltaformer._choose("auto", torch.empty(V.shape, device="cuda"), 6, None) == "triton"
+
+
+@pytest.mark.parametrize("pieces", [None, (5, 0, 65)], ids=["dense", "packed"])
+@pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 32), (torch.bfloat16, 64)])
+def test_shapes_of_triton_without_values(dtype: torch.dtype, block: int, pieces: tuple[int, ...] | None) -> None:
+    """What the kernels return on a device is compared with it there."""
+    with FakeTensorMode():
+        x = on_fake_gpu(inputs(70, pieces=pieces), dtype)
+        batch = len(x["w"])
+        u = deltaformer_write(**x, impl="triton")
+        assert (u.shape, u.dtype, u.device.type) == ((batch, 70, 4, 10), dtype, "cuda")
+        leaves = [x[name].float() if name in ("alpha", "beta") else x[name] for name in LEAVES[:5]]
+        hidden, options = x.get("cu_seqlens"), ("softmax", 0, 0.3)
+        assert TRITON_OP(*leaves, hidden, *options, False)[2].numel() == 0
+        u, lse, inverse, rest = TRITON_OP(*leaves, hidden, *options, True)
+        assert (lse.numel(), lse.dtype) == (batch * 70 * 4, torch.float32)
+        assert (inverse.numel(), inverse.dtype) == (batch * 4 * -(-70 // block) * block**2, dtype)
+        assert (rest.numel(), rest.dtype) == (0 if dtype == torch.float32 else u.numel(), dtype)
+        grads = TRITON_BACKWARD_OP(u, *leaves, hidden, u, lse, inverse, rest, *options)
+        for leaf, grad in zip(leaves, grads, strict=True):
+            assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
 
 
 MASK = torch.ones(3, 1, 7, 5, dtype=torch.bool)

@@ -1,0 +1,302 @@
+"""The write on CUDA: allocates, and launches the kernels, forward and backward.
+
+Shapes: B batch, T tokens, H heads of w, G key/value heads, D and D_v their sizes, N documents, C rows of a block, M
+blocks.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from zoo.kernels.deltaformer.schedule import Configuration, SolveBlocks, Tiles, configuration, saved_shapes
+from zoo.kernels.deltaformer.triton.gradients import key_gradients_kernel, row_gradients_kernel
+from zoo.kernels.deltaformer.triton.solve import solve_kernel
+from zoo.kernels.deltaformer.triton.write import write_kernel
+from zoo.kernels.rows import rows
+
+_CACHE = 32 << 20  # bytes of the L2 cache that keys and u may take
+_FEWEST_TOGETHER = 16  # with fewer, programs wait for each other
+
+
+def write_forward(
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    kappa1: str,
+    round_decimals: int,
+    scale: float,
+    *,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The write.
+
+    Args:
+        w: [B, T, H, D].
+        k: [B, T, G, D].
+        v: [B, T, G, D_v].
+        alpha: [B, T, H] fp32.
+        beta: [B, T, H] fp32.
+        cu_seqlens: [N + 1], or None.
+        kappa1: one of `KAPPAS`.
+        round_decimals: that "round" keeps.
+        scale: of the logits.
+        save: whether a backward follows: without it all but u are of size 0.
+
+    Returns:
+        u [B, T, H, D_v] in the dtype of v, and for the backward what `saved_shapes` lists: the log-sum-exp of softmax's
+        rows to the base 2, (I + diag(beta) A_i)^-1 - I of the diagonal blocks, and what rounding took from u.
+    """
+    run = _Run(w, k, v, alpha, beta, cu_seqlens, kappa1, round_decimals, scale)
+    u = v.new_empty(*w.shape[:3], v.shape[3])
+    saved = [v.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(w, v, kappa1, save=save)]
+    run.write(u, *(x if x.numel() else None for x in saved))
+    lse, inverse, rest = saved
+    return u, lse, inverse, rest
+
+
+def write_backward(
+    grad_u: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    u: Tensor,
+    lse: Tensor,
+    inverse: Tensor,
+    rest: Tensor,
+    kappa1: str,
+    round_decimals: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `write_forward`.
+
+    Args:
+        grad_u: [B, T, H, D_v].
+        w: [B, T, H, D].
+        k: [B, T, G, D].
+        v: [B, T, G, D_v].
+        alpha: [B, T, H] fp32.
+        beta: [B, T, H] fp32.
+        cu_seqlens: [N + 1], or None.
+        u: from the forward, like the next three.
+        lse: see `saved_shapes`.
+        inverse: likewise.
+        rest: likewise.
+        kappa1: one of `KAPPAS`.
+        round_decimals: that "round" keeps.
+        scale: of the logits.
+
+    Returns:
+        The gradients of w, k, v, alpha, and beta.
+    """
+    run = _Run(w, k, v, alpha, beta, cu_seqlens, kappa1, round_decimals, scale)
+    grad_written, grad_v, grad_alpha, totals = run.solve(
+        grad_u.contiguous(), u, lse, inverse, rest if rest.numel() else None
+    )
+    grad_w, grad_beta = run.row_gradients(u, lse, grad_written, totals)
+    grad_k = run.key_gradients(u, lse, grad_written, totals)
+    repeat = w.shape[2] // k.shape[2]
+    if repeat > 1:
+        grad_v = grad_v.unflatten(2, (-1, repeat)).sum(3, dtype=torch.float32).to(v.dtype)
+    return grad_w, grad_k, grad_v, grad_alpha, grad_beta
+
+
+class _Run:
+    """The launches over one batch."""
+
+    def __init__(
+        self,
+        w: Tensor,
+        k: Tensor,
+        v: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        cu_seqlens: Tensor | None,
+        kappa1: str,
+        round_decimals: int,
+        scale: float,
+    ) -> None:
+        self.batch, self.seq_len, self.heads, self.key_dim = w.shape
+        self.groups, self.value_dim = v.shape[2:]
+        self.w, self.k, self.v = rows(w), rows(k), rows(v)
+        self.alpha, self.beta = alpha.contiguous(), beta.transpose(1, 2).contiguous()
+        self.starts, self.ends = _documents(cu_seqlens, self.seq_len)
+        self.scale = scale
+        self.configuration: Configuration = configuration(self.key_dim, self.value_dim, v.dtype)
+        self.sizes: dict[str, Any] = {
+            "HEADS": self.heads,
+            "REPEAT": self.heads // self.groups,
+            "W_ROW": self.w.stride(0),
+            "K_ROW": self.k.stride(0),
+            "KEY_DIM": self.key_dim,
+            "VALUE_DIM": self.value_dim,
+            "BLOCK_K": self.configuration.block_k,
+            "KAPPA": kappa1,
+            "UNIT": float(10**round_decimals),
+        }
+
+    def write(self, u: Tensor, lse: Tensor | None, inverse: Tensor | None, rest: Tensor | None) -> None:
+        blocks = self.configuration.write
+        grid, lanes, progress = self._lanes(blocks)
+        write_kernel[grid](
+            self.w,
+            self.k,
+            self.v,
+            self.alpha,
+            self.beta,
+            self.starts,
+            u,
+            rest,
+            lse,
+            inverse,
+            progress,
+            self.seq_len,
+            lanes,
+            self.together(),
+            self.scale,
+            self.w.stride(1),
+            self.k.stride(1),
+            self.v.stride(1),
+            **self._solving(blocks),
+            LEVELS=self.configuration.block.bit_length() - 1,
+        )
+
+    def solve(
+        self, grad_u: Tensor, u: Tensor, lse: Tensor, inverse: Tensor, rest: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of diag(alpha) V, of V (for each head of w) and alpha, and beta_t sum_i A_ti d_t . u_i."""
+        blocks = self.configuration.solve
+        grid, lanes, progress = self._lanes(blocks)
+        grad_written, grad_v = torch.empty_like(u), torch.empty_like(u)
+        slices = lanes // (self.batch * self.heads)
+        partial = (slices,) if slices > 1 else ()
+        grad_alpha, totals = (self.beta.new_empty(*partial, *x.shape) for x in (self.alpha, self.beta))
+        solve_kernel[grid](
+            self.w,
+            self.k,
+            self.v,
+            self.alpha,
+            self.beta,
+            self.starts,
+            self.ends,
+            u,
+            rest,
+            lse,
+            inverse,
+            grad_u,
+            grad_written,
+            grad_v,
+            grad_alpha,
+            totals,
+            progress,
+            self.seq_len,
+            lanes,
+            self.together(),
+            self.scale,
+            self.w.stride(1),
+            self.k.stride(1),
+            self.v.stride(1),
+            **self._solving(blocks),
+        )
+        if slices > 1:
+            grad_alpha, totals = grad_alpha.sum(0), totals.sum(0)
+        return grad_written, grad_v, grad_alpha, totals
+
+    def row_gradients(self, u: Tensor, lse: Tensor, grad_written: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
+        """Of w and beta."""
+        tiles = self.configuration.rows
+        grad_w = u.new_empty(self.batch, self.seq_len, self.heads, self.key_dim)
+        grad_beta = torch.empty_like(self.alpha)
+        row_gradients_kernel[self.batch * self.heads * triton.cdiv(self.seq_len, tiles.rows),](
+            self.w,
+            self.k,
+            self.beta,
+            self.starts,
+            u,
+            lse,
+            grad_written,
+            totals,
+            grad_w,
+            grad_beta,
+            self.seq_len,
+            self.scale,
+            self.w.stride(1),
+            self.k.stride(1),
+            **self._tiled(tiles),
+        )
+        return grad_w, grad_beta
+
+    def key_gradients(self, u: Tensor, lse: Tensor, grad_written: Tensor, totals: Tensor) -> Tensor:
+        """Of k."""
+        tiles = self.configuration.keys
+        grad_k = u.new_empty(self.batch, self.seq_len, self.groups, self.key_dim)
+        key_gradients_kernel[self.batch * self.groups * triton.cdiv(self.seq_len, tiles.keys),](
+            self.w,
+            self.k,
+            self.beta,
+            self.starts,
+            self.ends,
+            u,
+            lse,
+            grad_written,
+            totals,
+            grad_k,
+            self.seq_len,
+            self.scale,
+            self.w.stride(1),
+            self.k.stride(1),
+            **self._tiled(tiles),
+        )
+        return grad_k
+
+    def together(self) -> int:
+        """Heads and slices that are worked on at a time: so few that their keys and u stay in the L2 cache."""
+        num_bytes = self.seq_len * (self.key_dim + self.value_dim) * self.w.element_size()
+        return max(_FEWEST_TOGETHER, _CACHE // num_bytes)
+
+    def _lanes(self, blocks: SolveBlocks) -> tuple[tuple[int], int, Tensor]:
+        """The grid of a solve, its lanes, and the counters of its progress."""
+        lanes = self.batch * self.heads * triton.cdiv(self.value_dim, blocks.block_v)
+        grid = (lanes * triton.cdiv(self.seq_len, self.configuration.block),)
+        return grid, lanes, torch.zeros(1 + lanes, dtype=torch.int32, device=self.w.device)
+
+    def _solving(self, blocks: SolveBlocks) -> dict[str, Any]:
+        configuration = self.configuration
+        return {
+            **self.sizes,
+            "V_ROW": self.v.stride(0),
+            "BLOCK_V": blocks.block_v,
+            "BLOCK": configuration.block,
+            "AHEAD": configuration.ahead,
+            "GROUP": configuration.group,
+            "STAGES": blocks.stages,
+            "maxnreg": blocks.registers,
+            "num_warps": blocks.warps,
+        }
+
+    def _tiled(self, tiles: Tiles) -> dict[str, Any]:
+        return {
+            **self.sizes,
+            "BLOCK_V": self.configuration.block_v,
+            "ROWS": tiles.rows,
+            "KEYS": tiles.keys,
+            "STAGES": tiles.stages,
+            "num_warps": tiles.warps,
+        }
+
+
+def _documents(cu_seqlens: Tensor | None, seq_len: int) -> tuple[Tensor | None, Tensor | None]:
+    """Where the document of each token starts and ends, [T] int32 each; None for a dense batch."""
+    if cu_seqlens is None:
+        return None, None
+    token = torch.arange(seq_len, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    document = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    bounds = cu_seqlens.to(torch.int32)
+    return bounds[document], bounds[document + 1]

@@ -1,0 +1,113 @@
+"""Parts that the kernels share: blocks of rows, logits, and kappa of them.
+
+Shapes: M rows of w, N keys.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_WHOLE_FROM = tl.constexpr(8388608.0)  # float32 has no fractions from 2^23 on
+
+
+@triton.jit
+def load_rows(
+    matrix, first, end, ROW: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, start=0
+):
+    """Rows [first, first + ROWS) of a matrix, and columns [start, start + BLOCK); 0 from row `end` and column DIM on.
+
+    Without `end` all rows exist.
+    """
+    row = tl.arange(0, ROWS)
+    dim = start + tl.arange(0, BLOCK)
+    matrix += tl.full([], ROW, tl.int64) * first
+    mask = (dim < DIM)[None, :]
+    if end is not None:
+        mask = mask & (first + row < end)[:, None]
+    return tl.load(matrix + row[:, None] * ROW + dim[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    matrix, x, first, end, ROW: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, start=0
+):
+    """The counterpart of `load_rows`, in the dtype of the matrix."""
+    row = tl.arange(0, ROWS)
+    dim = start + tl.arange(0, BLOCK)
+    matrix += tl.full([], ROW, tl.int64) * first
+    mask = (dim < DIM)[None, :] & (first + row < end)[:, None]
+    tl.store(matrix + row[:, None] * ROW + dim[None, :], x.to(matrix.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dot(x, y):
+    """x y, in float32's accuracy for float32."""
+    return tl.dot(x, y, input_precision="tf32x3")
+
+
+@triton.jit
+def logit_factor(scale, KAPPA: tl.constexpr):
+    """What a product of rows is multiplied by: kappa takes softmax's and exp's logits to the base 2."""
+    factor = scale
+    if KAPPA == "softmax" or KAPPA == "exp":
+        factor = scale * _LOG2E
+    return factor
+
+
+@triton.jit
+def of_document(keys, start):
+    """Which keys stand in a row's document, that begins at `start`; None, for all, in a dense batch."""
+    visible = None
+    if start is not None:
+        visible = keys >= start
+    return visible
+
+
+@triton.jit
+def logits_of(x, y, factor, visible, KAPPA: tl.constexpr):
+    """Of rows x and rows y; of those not visible (None: all are) such that kappa makes 0 of them."""
+    logits = dot(x, tl.trans(y)) * factor
+    if visible is not None:
+        if KAPPA == "softmax" or KAPPA == "exp":
+            logits = tl.where(visible, logits, float("-inf"))
+        else:
+            logits = tl.where(visible, logits, 0.0)
+    return logits
+
+
+@triton.jit
+def weigh(logits, lse, KAPPA: tl.constexpr, UNIT: tl.constexpr):
+    """kappa of the logits; `lse` is what softmax subtracts, to the base 2, and UNIT what round makes whole."""
+    if KAPPA == "softmax":
+        weights = tl.exp2(logits - lse)
+    elif KAPPA == "exp":
+        weights = tl.exp2(logits)
+    elif KAPPA == "relu":
+        weights = tl.maximum(logits, 0.0)
+    elif KAPPA == "round":
+        weights = round_half_to_even(logits * UNIT) / UNIT
+    else:
+        weights = logits
+    return weights
+
+
+@triton.jit
+def logit_gradient(weights, gradient, total, visible, KAPPA: tl.constexpr):
+    """From the weights' gradient; `total` is the sum of weights * gradient over the keys of a row, for softmax."""
+    if KAPPA == "softmax":
+        return weights * (gradient - total)
+    if KAPPA == "exp":
+        return weights * gradient
+    if KAPPA == "relu":
+        return tl.where(weights > 0, gradient, 0.0)
+    if visible is not None:
+        return tl.where(visible, gradient, 0.0)
+    return gradient
+
+
+@triton.jit
+def round_half_to_even(x):
+    """The nearest whole number: adding 2^23 leaves no room for fractions."""
+    size = tl.abs(x)
+    whole = (size + _WHOLE_FROM) - _WHOLE_FROM
+    return tl.where(size < _WHOLE_FROM, tl.where(x < 0, -whole, whole), x)

@@ -1,0 +1,174 @@
+"""The write: U = (I + diag(beta) A)^-1 diag(alpha) V, A strictly lower triangular, in one launch.
+
+A block of rows reads what is before it, U_p, weighs it like attention, and solves for its own::
+
+    U_i = (I + diag(beta) A_i)^-1 (diag(alpha) V - diag(beta) A_p U_p)
+
+Blocks are solved in order (see `dataflow`), and the order of the additions is fixed, so that runs are bit-identical.
+What needs no other block is done before the last few, which may not be there yet, are needed: softmax's sums over their
+keys, and the inverse.
+"""
+
+import triton
+import triton.language as tl
+
+from zoo.kernels.deltaformer.triton.dataflow import draw, publish, wait
+from zoo.kernels.deltaformer.triton.tiles import dot, load_rows, logit_factor, logits_of, of_document, store_rows, weigh
+from zoo.kernels.triton.triangular import unit_lower_inverse, unit_lower_inverse_half
+
+
+@triton.jit
+def add_to_softmax(logits, largest, total):
+    """More logits of each row in the running maximum and sum.
+
+    Returns:
+        exp2(logits - maximum), the maximum, the sum, and what multiplies what the old maximum scaled.
+    """
+    higher = tl.maximum(largest, tl.max(logits, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(logits - base[:, None])
+    correction = tl.exp2(largest - base)
+    return weights, higher, total * correction + tl.sum(weights, 1), correction
+
+
+@triton.jit
+def _before(keys, rows, start):
+    """Which keys a row sees: those before it in its document."""
+    visible = keys[None, :] < rows[:, None]
+    if start is not None:
+        visible = visible & of_document(keys[None, :], start)
+    return visible
+
+
+@triton.jit(do_not_specialize=["seq_len", "num_lanes", "together"])
+def write_kernel(
+    w,
+    k,
+    v,
+    alpha,
+    beta,
+    starts,
+    u,
+    rest,
+    lse,
+    inverse,
+    progress,
+    seq_len,
+    num_lanes,
+    together,
+    scale,
+    w_head,
+    k_head,
+    v_head,
+    HEADS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    W_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    KAPPA: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """One program a block of rows, head of w and slice of d_v."""
+    SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    U_ROW: tl.constexpr = HEADS * VALUE_DIM
+    num_blocks = tl.cdiv(seq_len, BLOCK)
+    block, lane = draw(progress, num_blocks, num_lanes, together)
+    published = progress + 1 + lane
+    slice = (lane % SLICES) * BLOCK_V
+    at_head = lane // SLICES
+    head = at_head % HEADS
+    group = (head // REPEAT).to(tl.int64)
+    token_zero = (at_head // HEADS).to(tl.int64) * seq_len
+    w += token_zero * W_ROW + head.to(tl.int64) * w_head
+    k += token_zero * K_ROW + group * k_head
+    v += token_zero * V_ROW + group * v_head
+    u += token_zero * U_ROW + head * VALUE_DIM
+    row = block * BLOCK
+    index = tl.arange(0, BLOCK)
+    inside = row + index < seq_len
+    at_rows = at_head.to(tl.int64) * seq_len + row + index
+    query = load_rows(w, row, seq_len, W_ROW, KEY_DIM, BLOCK, BLOCK_K)
+    strength = tl.load(beta + at_rows, mask=inside, other=0.0)
+    written = tl.load(alpha + (token_zero + row + index) * HEADS + head, mask=inside, other=0.0)
+    factor = logit_factor(scale, KAPPA)
+    start = None
+    begin = 0
+    if starts is not None:
+        start = tl.load(starts + row + index, mask=inside, other=0)[:, None]
+        begin = tl.load(starts + row) // BLOCK
+    near = tl.maximum(block - AHEAD, begin)
+
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    if KAPPA == "softmax":
+        for j in tl.range(near, block + 1, num_stages=STAGES):
+            key = load_rows(k, j * BLOCK, seq_len, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
+            logits = logits_of(query, key, factor, _before(j * BLOCK + index, row + index, start), KAPPA)
+            _, largest, total, _ = add_to_softmax(logits, largest, total)
+
+    done = 0
+    read = tl.zeros([BLOCK, BLOCK_V], tl.float32)
+    for first in tl.range(begin, near, GROUP):
+        end = tl.minimum(first + GROUP, near)
+        done = wait(published, end, done)
+        for j in tl.range(first, end, num_stages=STAGES):
+            key = load_rows(k, j * BLOCK, None, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
+            logits = logits_of(query, key, factor, of_document((j * BLOCK + index)[None, :], start), KAPPA)
+            if KAPPA == "softmax":
+                weights, largest, total, correction = add_to_softmax(logits, largest, total)
+                read *= correction[:, None]
+            else:
+                weights = weigh(logits, None, KAPPA, UNIT)
+            past = load_rows(u, j * BLOCK, None, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, slice)
+            read += dot(weights.to(past.dtype), past)
+
+    log_sum = None
+    if KAPPA == "softmax":
+        read *= tl.where(total > 0, 1 / total, 0.0)[:, None]
+        by_row = tl.where(total > 0, largest + tl.log2(total), 0.0)
+        if lse is not None:
+            tl.store(lse + at_rows, by_row, mask=inside)
+        log_sum = by_row[:, None]
+
+    key = load_rows(k, row, seq_len, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
+    logits = logits_of(query, key, factor, _before(row + index, row + index, start), KAPPA)
+    a = weigh(logits, log_sum, KAPPA, UNIT) * strength[:, None]
+    if KAPPA == "softmax":
+        if query.dtype == tl.float32:
+            x = unit_lower_inverse(a, BLOCK, LEVELS)
+        else:
+            x = unit_lower_inverse_half(a, BLOCK, LEVELS)
+    else:  # without bounds that float16 could hold
+        x = unit_lower_inverse(a, BLOCK, LEVELS)
+    x = tl.where(index[:, None] == index[None, :], 0.0, x).to(query.dtype)
+    if inverse is not None:
+        at_block = (at_head.to(tl.int64) * num_blocks + block) * (BLOCK * BLOCK)
+        tl.store(inverse + at_block + index[:, None] * BLOCK + index[None, :], x)
+    value = load_rows(v, row, seq_len, V_ROW, VALUE_DIM, BLOCK, BLOCK_V, slice)
+
+    for j in tl.range(near, block, num_stages=1):
+        key = load_rows(k, j * BLOCK, None, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
+        logits = logits_of(query, key, factor, of_document((j * BLOCK + index)[None, :], start), KAPPA)
+        weights = weigh(logits, log_sum, KAPPA, UNIT).to(query.dtype)
+        done = wait(published, j + 1, done)
+        read += dot(weights, load_rows(u, j * BLOCK, None, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, slice))
+
+    right = written[:, None] * value.to(tl.float32) - strength[:, None] * read
+    solved = right + dot(x, right.to(x.dtype))
+    store_rows(u, solved, row, seq_len, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, slice)
+    if starts is not None:  # the first block of a document has waited for none
+        wait(published, block, done)
+    publish(published)
+    if rest is not None:
+        rest += token_zero * U_ROW + head * VALUE_DIM
+        lost = solved - solved.to(u.dtype.element_ty).to(tl.float32)
+        store_rows(rest, lost, row, seq_len, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, slice)

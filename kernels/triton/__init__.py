@@ -1,0 +1,1 @@
+"""Parts of Triton kernels that several operations share."""
