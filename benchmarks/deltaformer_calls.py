@@ -1,8 +1,8 @@
-"""What `deltaformer_gpu.py` calls: the mixer's op and its stages, its peers, inputs, and the write in other precisions.
+"""What `deltaformer_gpu.py` calls: the mixer's op and its stages, its peers, inputs, and errors.
 
 A key is compared with the keys before it ("kk"), as in FLA. All sides get the same tensors, alpha and beta in bf16 too.
 
-Shapes: B batch, T tokens, H heads, D head dimension of keys and values, C rows of a block.
+Shapes: B batch, T tokens, H heads, D head dimension of keys and values.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from delta_rule_calls import Inputs, Rule, forward, forward_backward, make_inputs
 from harness import DEVICE, relative_errors
 from zoo.kernels.attention import attention
-from zoo.kernels.deltaformer import CHUNK, deltaformer_write
-from zoo.kernels.triangular import unit_lower_inverse
+from zoo.kernels.deltaformer import deltaformer_write
 
 HARD = ("random", "beta = 1", "logits x4", "equal keys")
 
@@ -121,84 +120,3 @@ def cut(tensors: dict[str, Tensor], heads: int | None) -> dict[str, Tensor]:
 def rounding_errors(exact: dict[str, Tensor]) -> dict[str, float | None]:
     """Those of the exact results rounded to bf16."""
     return relative_errors({name: x.bfloat16() for name, x in exact.items()}, exact)
-
-
-def half_write(w: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """The write with softmax as the kernels compute it, in PyTorch: products of bf16, added in float32.
-
-    As there, u, what rounding took from it, the gradient of diag(alpha) V, and the inverses of the diagonal blocks less
-    I are kept in bf16, and the gradients are those of that u. The weights of all pairs of tokens are held at once.
-
-    Args:
-        w: [B, T, H, D], T a multiple of C.
-        k: [B, T, H, D].
-        v: [B, T, H, D].
-        alpha: [B, T, H].
-        beta: [B, T, H].
-
-    Returns:
-        u [B, T, H, D].
-    """
-    by_head = [x.transpose(1, 2).bfloat16() for x in (w, k, v)]
-    strengths = [x.transpose(1, 2)[..., None].float() for x in (alpha, beta)]
-    u: Any = _HalfWrite.apply(*by_head, *strengths)
-    return u.transpose(1, 2)
-
-
-class _HalfWrite(torch.autograd.Function):
-    """`half_write`, heads before tokens, alpha and beta [B, H, T, 1] in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-        logits = _logits(w, k)
-        lse = logits.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
-        weights = (logits - lse).exp()
-        u, rest, inverses = torch.zeros_like(v), torch.zeros_like(v), []
-        for rows in _blocks(v):
-            right = alpha[..., rows, :] * v[..., rows, :]
-            right -= beta[..., rows, :] * _product(weights[..., rows, : rows.start], u[..., : rows.start, :])
-            inner = (beta * weights)[..., rows, rows]
-            inverse = unit_lower_inverse(inner.flatten(0, 1)).view_as(inner).tril(-1).bfloat16()
-            solved = right + _product(inverse, right)
-            u[..., rows, :] = solved.bfloat16()
-            rest[..., rows, :] = (solved - u[..., rows, :]).bfloat16()
-            inverses.append(inverse)
-        ctx.save_for_backward(w, k, v, alpha, beta, u, rest, lse, *inverses)
-        return u
-
-    @staticmethod
-    def backward(ctx: Any, grad_u: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        w, k, v, alpha, beta, u, rest, lse, *inverses = ctx.saved_tensors
-        weights = (_logits(w, k) - lse).exp()
-        solved = torch.zeros_like(v, dtype=torch.float32)
-        for rows, inverse in reversed(list(zip(_blocks(v), inverses, strict=True))):
-            later = (beta * weights)[..., rows.stop :, rows].mT
-            right = grad_u[..., rows, :].float() - _product(later, solved[..., rows.stop :, :])
-            solved[..., rows, :] = right + _product(inverse.mT, right)
-        kept = solved.bfloat16()
-        total = (kept * (alpha * v - u - rest.float())).sum(-1, keepdim=True)
-        pairs = _product(kept, u.mT)
-        grad_logits = weights * (beta * pairs - total)
-        scale = -(w.shape[-1] ** -0.5)
-        return (
-            (scale * _product(grad_logits, k)).bfloat16(),
-            (scale * _product(grad_logits.mT, w)).bfloat16(),
-            (alpha * solved).bfloat16(),
-            (solved * v).sum(-1, keepdim=True),
-            -(weights * pairs).sum(-1, keepdim=True),
-        )
-
-
-def _blocks(x: Tensor) -> list[slice]:
-    return [slice(row, row + CHUNK) for row in range(0, x.shape[-2], CHUNK)]
-
-
-def _logits(w: Tensor, k: Tensor) -> Tensor:
-    """-inf from the diagonal on."""
-    logits = _product(w, k.mT) * w.shape[-1] ** -0.5
-    return logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool, device=w.device).triu(), float("-inf"))
-
-
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Operands in bf16; float32 holds their products, and adds them."""
-    return x.bfloat16().float() @ y.bfloat16().float()

@@ -24,6 +24,8 @@ from torch import Tensor
 from zoo.kernels.deltaformer import CHUNK
 
 sys.path.insert(0, str(Path(__file__).parent))  # not there under PYTHONSAFEPATH, nor in the processes of `start`
+from half_precision import half_write
+
 from delta_rule_calls import STEPS, Inputs, Rule, forward, forward_backward, make_gradients, make_inputs
 from deltaformer_calls import (
     EXACT,
@@ -34,7 +36,6 @@ from deltaformer_calls import (
     cut,
     exact_results,
     fla_rule,
-    half_write,
     heads_first,
     make_hard,
     op_rule,

@@ -50,7 +50,7 @@ class Configuration(NamedTuple):
     Attributes:
         block: rows that are solved at once.
         block_k: D rounded up to a power of two.
-        block_v: D_v rounded up to a power of two.
+        block_v: D_v rounded up to a power of two, or more.
         write: the solve forward.
         solve: the transposed one.
         rows: the gradients of w and beta.
@@ -80,6 +80,8 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
         solve, tiles = SolveBlocks(min(block_v, 64), warps, 1), Tiles(block, block, 8, 1)
         return Configuration(block, block_k, block_v, solve, solve, tiles, tiles)
     if widest > 128:
+        # Without a pipeline, Triton 3.6 makes code for narrower slices that reads outside of memory.
+        block_v = max(block_v, 64)
         solve, tiles = SolveBlocks(min(block_v, 128), 4, 1), Tiles(64, 64, 8, 1)
         return Configuration(64, block_k, block_v, solve, solve, tiles, tiles)
     if widest == 128:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from half_precision import half_write
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,8 +32,9 @@ LEAVES: tuple[str, ...] = ("w", "k", "v", "alpha", "beta")
 PIECES = (1, 63, 64, 65, 1000)
 SIZES = (16, 32, 64, 128, 256)
 FLOAT32_BOUND = 1e-4
-# What the errors may be, in those that rounding the exact results makes.
+# What the errors may be, in those that rounding the exact results makes; or, but for u, in those of `half_write`.
 ROUNDINGS = {"u": 1.5, "w": 3.0, "k": 3.0, "v": 3.0, "alpha": 3.0, "beta": 7.0}
+IN_PYTORCH = 1.2
 
 
 def inputs(
@@ -61,7 +63,7 @@ def inputs(
     def alike(num_heads: int) -> Tensor:
         own = F.normalize(randn(batch, seq_len, num_heads, key_dim), dim=-1)
         y = F.normalize(cos**0.5 * common + (1 - cos) ** 0.5 * own, dim=-1)
-        return (64 * y).round() / 64 if kappa1 == "round" else y
+        return (64 * y).round() / 64 if kappa1 in ("relu", "round") else y
 
     (num_heads, groups), (key_dim, value_dim) = heads, dims
     common = F.normalize(randn(1, 1, 1, key_dim), dim=-1)
@@ -91,11 +93,14 @@ def with_gradients(x: dict[str, Any], grad_u: Tensor | None = None, **options: A
     """u and the gradients of every leaf, in Triton unless `options` say otherwise."""
     options = {"impl": "triton"} | options
     u = deltaformer_write(**x, **options)
-    if grad_u is None:
-        generator = torch.Generator(DEVICE).manual_seed(0)
-        grad_u = torch.randn(u.shape, device=DEVICE, generator=generator).bfloat16().to(u)
-    grads = torch.autograd.grad(u, [x[name] for name in LEAVES], grad_u)
+    grads = torch.autograd.grad(u, [x[name] for name in LEAVES], upstream(u) if grad_u is None else grad_u)
     return {"u": u.detach(), **dict(zip(LEAVES, grads, strict=True))}
+
+
+def upstream(u: Tensor) -> Tensor:
+    """A gradient of u that every dtype can hold."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    return torch.randn(u.shape, device=DEVICE, generator=generator).bfloat16().to(u)
 
 
 def exact(x: dict[str, Any], **options: Any) -> dict[str, Tensor]:
@@ -140,6 +145,19 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 def check(x: dict[str, Any]) -> None:
     """u and every gradient, with softmax."""
     assert_rounded(with_gradients(x), exact(x), x["v"].dtype)
+
+
+def check_hard(x: dict[str, Any]) -> None:
+    """The same; gradients may also be about as far off as those of the same formulas in PyTorch."""
+    dtype, actual, expected = x["v"].dtype, with_gradients(x), exact(x)
+    if dtype != FP32:
+        u = half_write(**x)
+        grads = torch.autograd.grad(u, [x[name] for name in LEAVES], upstream(u))
+        for name, grad in zip(LEAVES, grads, strict=True):
+            error, allowed = ((y[name].double() - expected[name]).norm() for y in (actual, {name: grad}))
+            if error <= IN_PYTORCH * allowed:
+                del actual[name], expected[name]
+    assert_rounded(actual, expected, dtype)
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 63, 64, 65, 127, 513, 700, 1000, 1537, 4097])
@@ -188,7 +206,7 @@ def test_kernels_in_half_precision(kappa1: str, round_decimals: int, dtype: torc
 def test_errors_are_those_of_rounding(
     dtype: torch.dtype, size: float, cos: float, beta: float | None, seq_len: int
 ) -> None:
-    check(inputs(seq_len, dims=(128, 128), dtype=dtype, size=size, cos=cos, beta=beta))
+    check_hard(inputs(seq_len, dims=(128, 128), dtype=dtype, size=size, cos=cos, beta=beta))
 
 
 @pytest.mark.parametrize("beta", [0.0, 1e-3])
@@ -469,10 +487,8 @@ def test_what_is_kept_for_the_backward() -> None:
     known = {y.untyped_storage().data_ptr() for y in (u, *x.values())}
     others = {y.untyped_storage().data_ptr(): y.untyped_storage().nbytes() for y in saved}
     assert u.untyped_storage().data_ptr() in others
-    assert (
-        sum(size for place, size in others.items() if place not in known)
-        == (4 + 2 * 64 + 2 * 128) * 2 * seq_len * heads
-    )
+    kept = sum(size for place, size in others.items() if place not in known)
+    assert kept == (4 + 2 * 64 + 2 * 128) * 2 * seq_len * heads
 
 
 def test_a_wait_without_end_is_an_error(tmp_path: Path) -> None:
@@ -496,15 +512,15 @@ from zoo.kernels.deltaformer.triton.dataflow import wait
 dataflow._LONGEST_WAIT = tl.constexpr(1000)
 
 
-@triton.jit(do_not_specialize=["count"])
-def wait_kernel(published, count):
-    wait(published, count, 0)
+@triton.jit(do_not_specialize=["count", "done"])
+def wait_kernel(published, count, done):
+    wait(published, count, done)
 
 
 published = torch.full((1,), 3, dtype=torch.int32, device="cuda")
-wait_kernel[(1,)](published, 3)
+wait_kernel[(1,)](published, 3, 0)
 torch.cuda.synchronize()
 print("served", flush=True)
-wait_kernel[(1,)](published, 4)
+wait_kernel[(1,)](published, 4, 0)
 torch.cuda.synchronize()
 """
