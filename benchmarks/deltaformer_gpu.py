@@ -80,6 +80,7 @@ FLA_REP = 300  # milliseconds: a call takes up to 60
 
 ERROR_LENGTHS, ERROR_DIMS = (512, 1024, 2048), (64, 128)
 MAX_U_RATIO, MAX_RATIO, MAX_DBETA_RATIO, MAX_PYTORCH_RATIO = 1.5, 3, 7, 1.2
+MAX_ABSOLUTE = 2**-8  # of the largest gradient, where the exact one is 0
 KERNELS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "linear": {},
@@ -152,6 +153,7 @@ def compare(inputs: Inputs, gradients: list[Tensor], fla: Rule | None) -> dict[s
     exact = exact_results(EXACT, inputs, gradients, CHECKED_HEADS)
     errors = {"ours": relative_errors(cut(results(OURS, inputs, gradients), CHECKED_HEADS), exact)}
     errors["rounding"] = rounding_errors(exact)
+    errors["over_rounding"] = ratios(errors["ours"], errors["rounding"])
     if fla is not None:
         found = cut(forward_backward(fla, inputs, gradients), CHECKED_HEADS)
         errors["fla"] = relative_errors(found, {name: exact[name] for name in found})
@@ -177,14 +179,18 @@ def ops() -> dict[str, Any]:
             show(f"{shape}", label, *gpu, figures["gpu_over_cudnn"], *eager, figures.get("eager_speedup"))
         row["errors"] = compare(inputs, gradients, fla)
         show_errors("  first heads, float64", row["errors"])
-        row["targets"] = [
-            verdict(f"{step} over cuDNN", row[step]["gpu_over_cudnn"], target, least=False)
-            for step, target in zip(STEPS, targets[:2], strict=True)
-        ] + [
-            verdict(f"{step} over FLA", row[step]["eager_speedup"], target, least=True)
-            for step, target in zip(STEPS, targets[2:], strict=True)
-            if fla is not None and target is not None
-        ]
+        row["targets"] = (
+            [verdict("errors over their limits", over_limits(row["errors"]["over_rounding"]), 1, least=False)]
+            + [
+                verdict(f"{step} over cuDNN", row[step]["gpu_over_cudnn"], target, least=False)
+                for step, target in zip(STEPS, targets[:2], strict=True)
+            ]
+            + [
+                verdict(f"{step} over FLA", row[step]["eager_speedup"], target, least=True)
+                for step, target in zip(STEPS, targets[2:], strict=True)
+                if fla is not None and target is not None
+            ]
+        )
         shapes.append(row)
         del inputs, gradients, fla
         torch.cuda.empty_cache()
@@ -197,13 +203,26 @@ def write_alone() -> dict[str, Any]:
     method, times = gpu_times({"write": partial(forward, write_rule(OURS), inputs, [])})
     row: dict[str, Any] = {"shape": dict(zip("BTHD", WRITE_SHAPE, strict=True)), "gpu_method": method, "gpu_ms": times}
     show(f"{WRITE_SHAPE}, the write", "forward", "", times["write"]["median"])
-    row["targets"] = [verdict("write, ms", times["write"]["median"], MAX_WRITE_MS, least=False)]
+    found = cut({"u": OURS(inputs["k"], inputs["k"], inputs["v"], None, inputs["beta"]).detach()}, CHECKED_HEADS)
+    k, v, beta = (cut(inputs, CHECKED_HEADS)[name].detach().double() for name in ("k", "v", "beta"))
+    exact = {"u": EXACT(k, k, v, None, beta)}
+    row["errors"] = {"ours": relative_errors(found, exact), "rounding": rounding_errors(exact)}
+    row["errors"]["over_rounding"] = ratios(row["errors"]["ours"], row["errors"]["rounding"])
+    row["targets"] = [
+        verdict("errors over their limits", over_limits(row["errors"]["over_rounding"]), 1, least=False),
+        verdict("write, ms", times["write"]["median"], MAX_WRITE_MS, least=False),
+    ]
     return row
 
 
 def limit(name: str) -> float:
     """How many times the error of rounding that of a result may be."""
     return {"u": MAX_U_RATIO, "dbeta": MAX_DBETA_RATIO}.get(name, MAX_RATIO)
+
+
+def over_limits(over_rounding: dict[str, float | None]) -> float | None:
+    """The largest share that an error has of its limit."""
+    return rounded(max(or_inf(ratio) / limit(name) for name, ratio in over_rounding.items()))
 
 
 def hard_case(case: str, length: int, head_dim: int) -> dict[str, Any]:
@@ -216,7 +235,11 @@ def hard_case(case: str, length: int, head_dim: int) -> dict[str, Any]:
     above = {name: found["ours"][name] for name, x in found["over_rounding"].items() if x is None or x > limit(name)}
     if above:
         found["pytorch"] = relative_errors(results(half_write, inputs, gradients), exact)
-        found["over_pytorch"] = ratios(above, found["pytorch"])
+        found["over_pytorch"] = dict.fromkeys(above) | ratios(above, found["pytorch"])
+    largest = max(x.norm().item() for x in exact.values())
+    found["over_largest"] = {
+        name: rounded(or_inf(error) / largest) for name, error in found["ours"].items() if name.endswith("_absolute")
+    }
     return found
 
 
@@ -233,6 +256,7 @@ def errors() -> dict[str, Any]:
     above = [
         or_inf(ratio) for row in rows for name, ratio in row["errors"].get("over_pytorch", {}).items() if name != "u"
     ]
+    absolute = [or_inf(ratio) for row in rows for ratio in row["errors"]["over_largest"].values()]
     return {
         "shape": "B 1 H 16",
         "cases": rows,
@@ -245,6 +269,7 @@ def errors() -> dict[str, Any]:
                 MAX_PYTORCH_RATIO,
                 least=False,
             ),
+            verdict("of what is 0, over the largest", rounded(max(absolute)), MAX_ABSOLUTE, least=False),
             verdict("finite cases", sum(row["finite"] for row in rows) / len(rows), 1.0, least=True),
         ],
     }

@@ -54,14 +54,18 @@ def deltaformer_write(
     Hidden values are multiplied by 0, which does not stop inf or NaN: these spread to earlier tokens and to other
     documents of a packed row. Differentiable, once, in w, k, v, alpha, beta, prefix_k and prefix_u. w, k and the prefix
     are cast to the dtype of v. Memory is linear in T. PyTorch computes half-precision inputs in float32, and holds a
-    few strips [B, H, 64, S + T] beside the inputs in that dtype and the outputs. Triton multiplies them as they are and
-    adds in float32; beside inputs and u it keeps 132 bytes per token and head for the backward, and in half precision
-    what rounding took from u. Two of its runs are bit-identical, and a row of a batch is what it is alone.
+    few strips [B, H, 64, S + T] beside the inputs in that dtype and the outputs.
+
+    Triton multiplies them as they are and adds in float32. In half precision the weights, times beta if they are not
+    softmax's, must fit the dtype; and softmax's inverses of 64 x 64 blocks float16, which they leave where |beta| > 1
+    and u grows 10,000-fold within 64 tokens. For the backward it keeps, beside the inputs and u, at most 132 bytes per
+    token and head, and for softmax in half precision what rounding took from u. Two of its runs are bit-identical, and
+    a row of a batch is what it is alone.
 
     Args:
         w: [B, T, H, D], no size 0, what is compared with the keys; any floating-point dtype and strides, like all.
         k: [B, T, G, D], G dividing H: head h of w is compared with the keys of head h // (H // G).
-        v: [B, T, G, D_v].
+        v: [B, T, G, D_v], no size 0.
         alpha: [B, T, H], 1 if None.
         beta: [B, T, H], 1 if None.
         kappa1: "softmax", "linear", "relu", "exp" or "round".
@@ -69,7 +73,7 @@ def deltaformer_write(
         scale: of the logits; D^-1/2 for softmax and 1 for the others if None.
         cu_seqlens: [N + 1] int32 or int64 for packed sequences, with B = 1: document n is the tokens from cu_seqlens[n]
             to cu_seqlens[n + 1], so the first is 0, the last T, and none decreases. Values are checked in eager calls
-            on the CPU alone. Keys of other documents are computed and masked: a row costs its whole length.
+            on the CPU alone. In PyTorch keys of other documents are computed and masked: a row costs its whole length.
         prefix_k: [B, S, G, D], keys of tokens before these, as in decoding; not with cu_seqlens.
         prefix_u: [B, S, H, D_v], what this function returned for them.
         prefix_lengths: [B] int32 or int64, how many of the S exist in each row, from the first on; None for all. What
@@ -96,7 +100,7 @@ def deltaformer_write(
     factor: float = default_scale(kappa1, w.shape[-1]) if scale is None else scale
     if form == "triton":
         tensors = w, k, v, alpha, beta, cu_seqlens
-        save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        save = torch.is_grad_enabled() and any(x.requires_grad for x in (w, k, v, alpha, beta))
         return triton_ops.deltaformer_write(*tensors, kappa1, round_decimals, factor, save)[0]
     if prefix_k is None or prefix_u is None:
         prefix_u = v.new_empty(w.shape[0], 0, w.shape[2], v.shape[3])
@@ -134,6 +138,8 @@ def _check(w: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor |
     if groups < 1 or num_heads % groups:
         raise ValueError(f"k: expected a number of heads G that divides the H = {num_heads} of w, got {groups}")
     check_shape("v", "[B, T, G, D_v]", v, (batch, seq_len, groups, v.shape[3]))
+    if v.shape[3] < 1:
+        raise ValueError(f"v: expected [B, T, G, D_v], no size 0, got {list(v.shape)}")
     for name, x in (("alpha", alpha), ("beta", beta)):
         if x is not None:
             check_shape(name, "[B, T, H], H the heads of w,", x, (batch, seq_len, num_heads))

@@ -51,23 +51,21 @@ class Configuration(NamedTuple):
         block: rows that are solved at once.
         block_k: D rounded up to a power of two.
         block_v: D_v rounded up to a power of two, or more.
-        write: the solve forward.
-        solve: the transposed one.
+        solve: of the write, and the transposed one.
         rows: the gradients of w and beta.
         keys: the gradients of k.
         ahead: blocks before its own for which a program does beforehand what needs no u.
-        group: earlier blocks that it waits for at once.
+        at_once: of the blocks before those, how many it waits for at once.
     """
 
     block: int
     block_k: int
     block_v: int
-    write: SolveBlocks
     solve: SolveBlocks
     rows: Tiles
     keys: Tiles
     ahead: int = 4
-    group: int = 4
+    at_once: int = 4
 
 
 @cache
@@ -78,17 +76,17 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
     if dtype == torch.float32:  # tf32x3 products hold each operand in two parts, in registers
         block, warps = (32, 4) if widest <= 128 else (16, 8)
         solve, tiles = SolveBlocks(min(block_v, 64), warps, 1), Tiles(block, block, 8, 1)
-        return Configuration(block, block_k, block_v, solve, solve, tiles, tiles)
+        return Configuration(block, block_k, block_v, solve, tiles, tiles)
     if widest > 128:
         # Slices of 16 and 32 gave illegal accesses with Triton 3.6 on an H200.
         block_v = max(block_v, 64)
         solve, tiles = SolveBlocks(min(block_v, 128), 4, 1), Tiles(64, 64, 8, 1)
-        return Configuration(64, block_k, block_v, solve, solve, tiles, tiles)
+        return Configuration(64, block_k, block_v, solve, tiles, tiles)
     if widest == 128:
         solve = SolveBlocks(block_v, 4, 2)
-        return Configuration(64, block_k, block_v, solve, solve, Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 1))
+        return Configuration(64, block_k, block_v, solve, Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 1))
     solve = SolveBlocks(block_v, 4, 3, 168)  # so that three programs share a multiprocessor
-    return Configuration(64, block_k, block_v, solve, solve, Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2))
+    return Configuration(64, block_k, block_v, solve, Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2))
 
 
 def saved_shapes(w: Tensor, v: Tensor, kappa1: str, *, save: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -256,6 +256,7 @@ PACKED = {name: X[name][:1] for name in LEAVES[:5]}
         ({"v": V[0]}, r"v: expected \[B, T, G, D_v\], got \[7, 2, 10\]"),
         ({"v": V[:, :6]}, r"v: expected \[B, T, G, D_v\] = \[3, 7, 2, 10\], got \[3, 6, 2, 10\]"),
         ({"v": V[:, :, :1]}, r"v: expected \[B, T, G, D_v\] = \[3, 7, 2, 10\], got \[3, 7, 1, 10\]"),
+        ({"v": V[..., :0]}, r"v: expected \[B, T, G, D_v\], no size 0, got \[3, 7, 2, 0\]"),
         ({"alpha": ALPHA[:, :, :2]}, r"alpha: expected \[B, T, H\].* = \[3, 7, 4\], got \[3, 7, 2\]"),
         ({"alpha": ALPHA[:, :1]}, r"alpha: expected \[B, T, H\].* = \[3, 7, 4\], got \[3, 1, 4\]"),
         ({"beta": BETA[:, :, :2]}, r"beta: expected \[B, T, H\].* = \[3, 7, 4\], got \[3, 7, 2\]"),

@@ -184,7 +184,7 @@ Configure = Callable[[Callable[[Configuration], Configuration]], None]
 
 def in_groups(chosen: Configuration) -> Configuration:
     """With several groups of earlier blocks in a few hundred tokens."""
-    return chosen._replace(ahead=1, group=2)
+    return chosen._replace(ahead=1, at_once=2)
 
 
 @pytest.fixture
@@ -210,10 +210,10 @@ def test_kernels(kappa: str, decimals: int, pieces: tuple[int, ...] | None, conf
     check(x, kappa, decimals)
 
 
-@pytest.mark.parametrize(("ahead", "group"), [(1, 1), (2, 8), (3, 2), (8, 1)])
+@pytest.mark.parametrize(("ahead", "at_once"), [(1, 1), (2, 8), (3, 2), (8, 1)])
 @pytest.mark.parametrize("pieces", [None, (20, 190, 20)], ids=["dense", "packed"])
-def test_far_and_near_blocks(pieces: tuple[int, ...] | None, ahead: int, group: int, configure: Configure) -> None:
-    configure(lambda chosen: chosen._replace(ahead=ahead, group=group))
+def test_far_and_near_blocks(pieces: tuple[int, ...] | None, ahead: int, at_once: int, configure: Configure) -> None:
+    configure(lambda chosen: chosen._replace(ahead=ahead, at_once=at_once))
     check(inputs(230, heads=(1, 1), pieces=pieces))
 
 
@@ -278,7 +278,7 @@ def test_a_document_does_not_reach_the_others(kappa: str) -> None:
 @bounded_and_unbounded
 def test_slices_of_values(kappa: str, pieces: tuple[int, ...] | None, configure: Configure) -> None:
     def sliced(chosen: Configuration) -> Configuration:
-        return chosen._replace(write=chosen.write._replace(block_v=16), solve=chosen.solve._replace(block_v=16))
+        return chosen._replace(solve=chosen.solve._replace(block_v=16))
 
     configure(lambda chosen: sliced(in_groups(chosen)))
     check(inputs(100, kappa, dims=(16, 40), pieces=pieces), kappa)

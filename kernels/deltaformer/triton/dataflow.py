@@ -15,12 +15,17 @@ _LONGEST_WAIT = tl.constexpr(1 << 24)  # readings of a counter, each about a mic
 
 @triton.jit
 def draw(progress, num_blocks, num_lanes, together):
-    """The block in its lane's order, and the lane, that a program is to solve: `together` lanes at a time."""
+    """What a program is to solve, where `together` lanes are worked on at a time.
+
+    Returns:
+        The block's number in its lane's order, the lane, and its counter of published blocks.
+    """
     ticket = tl.atomic_add(progress, 1, sem="relaxed")
     first_lane = ticket // (num_blocks * together) * together
     lanes = tl.minimum(together, num_lanes - first_lane)
     ticket -= first_lane * num_blocks
-    return ticket // lanes, first_lane + ticket % lanes
+    lane = first_lane + ticket % lanes
+    return ticket // lanes, lane, progress + 1 + lane
 
 
 @triton.jit

@@ -1,9 +1,10 @@
-"""The gradients of w, beta and k, from U and D (see `solve`), as in flash attention: A is made again, block by block.
+"""The gradients of w, beta and k, from U and dR (see `solve`), as in flash attention: A is made again, block by block.
 
-    dA_ti = -beta_t G_ti,  G_ti = d_t . u_i  for i < t        dbeta_t = -sum_i A_ti G_ti
+    dA_ti = -beta_t G_ti,  G_ti = dr_t . u_i  for i < t        dbeta_t = -sum_i A_ti G_ti
 
 One kernel goes over the keys of a block of rows, the other over the rows that see a block of keys, so that nothing is
-added from two programs at once, and the order of the additions is fixed.
+added from two programs at once, and the order of the additions is fixed. Blocks that may hold a row and its own key are
+apart from those where every key is before every row.
 """
 
 import triton
@@ -11,12 +12,13 @@ import triton.language as tl
 
 from zoo.kernels.deltaformer.triton.tiles import (
     dot,
+    load_numbers,
     load_rows,
     logit_factor,
     logit_gradient,
     logits_of,
-    of_document,
     store_rows,
+    visible_keys,
     weigh,
 )
 
@@ -29,7 +31,7 @@ def row_gradients_kernel(
     starts,
     u,
     lse,
-    grad_written,
+    grad_r,
     totals,
     grad_w,
     grad_beta,
@@ -59,110 +61,48 @@ def row_gradients_kernel(
     head = at_head % HEADS
     group = (head // REPEAT).to(tl.int64)
     token_zero = (at_head // HEADS).to(tl.int64) * seq_len
+    head_zero = at_head.to(tl.int64) * seq_len
     w += token_zero * W_ROW + head.to(tl.int64) * w_head
     k += token_zero * K_ROW + group * k_head
     u += token_zero * U_ROW + head * VALUE_DIM
-    grad_written += token_zero * U_ROW + head * VALUE_DIM
+    grad_r += token_zero * U_ROW + head * VALUE_DIM
     index = row + tl.arange(0, ROWS)
     column = tl.arange(0, KEYS)
-    inside = index < seq_len
-    at_rows = at_head.to(tl.int64) * seq_len + index
     query = load_rows(w, row, seq_len, W_ROW, KEY_DIM, ROWS, BLOCK_K)
-    grad = load_rows(grad_written, row, seq_len, U_ROW, VALUE_DIM, ROWS, BLOCK_V)
-    strength = tl.load(beta + at_rows, mask=inside, other=0.0)
+    grad = load_rows(grad_r, row, seq_len, U_ROW, VALUE_DIM, ROWS, BLOCK_V)
+    strength = load_numbers(beta + head_zero, row, seq_len, ROWS)[:, None]
     factor = logit_factor(scale, KAPPA)
     log_sum = None
     total = None
     if KAPPA == "softmax":
-        log_sum = tl.load(lse + at_rows, mask=inside, other=0.0)[:, None]
-        total = tl.load(totals + at_rows, mask=inside, other=0.0)[:, None]
+        log_sum = load_numbers(lse + head_zero, row, seq_len, ROWS)[:, None]
+        total = load_numbers(totals + head_zero, row, seq_len, ROWS)[:, None]
     start = None
     begin = 0
     if starts is not None:
-        start = tl.load(starts + index, mask=inside, other=0)[:, None]
+        start = load_numbers(starts, row, seq_len, ROWS)[:, None]
         begin = tl.load(starts + row) // KEYS
-    diagonal = tl.maximum(row // KEYS, begin)
 
     grad_query = tl.zeros([ROWS, BLOCK_K], tl.float32)
     seen = tl.zeros([ROWS], tl.float32)
-    for j in tl.range(begin, diagonal, num_stages=STAGES):
-        key = load_rows(k, j * KEYS, None, K_ROW, KEY_DIM, KEYS, BLOCK_K)
-        past = load_rows(u, j * KEYS, None, U_ROW, VALUE_DIM, KEYS, BLOCK_V)
-        visible = of_document((j * KEYS + column)[None, :], start)
-        weights = weigh(logits_of(query, key, factor, visible, KAPPA), log_sum, KAPPA, UNIT)
-        pairs = dot(grad, tl.trans(past))
-        seen += tl.sum(weights * pairs, 1)
-        logits = logit_gradient(weights, strength[:, None] * pairs, total, visible, KAPPA)
-        grad_query += dot(logits.to(key.dtype), key)
-    for j in tl.range(diagonal, tl.cdiv(tl.minimum(row + ROWS, seq_len), KEYS), num_stages=1):
-        key = load_rows(k, j * KEYS, seq_len, K_ROW, KEY_DIM, KEYS, BLOCK_K)
-        past = load_rows(u, j * KEYS, seq_len, U_ROW, VALUE_DIM, KEYS, BLOCK_V)
-        before = (j * KEYS + column)[None, :] < index[:, None]
-        if start is not None:
-            before = before & of_document((j * KEYS + column)[None, :], start)
-        weights = weigh(logits_of(query, key, factor, before, KAPPA), log_sum, KAPPA, UNIT)
-        pairs = dot(grad, tl.trans(past))
-        seen += tl.sum(weights * pairs, 1)
-        logits = logit_gradient(weights, strength[:, None] * pairs, total, before, KAPPA)
-        grad_query += dot(logits.to(key.dtype), key)
+    first = begin
+    last = row // KEYS
+    for DIAGONAL in tl.static_range(2):
+        for j in tl.range(first, last, num_stages=1 + (STAGES - 1) * (1 - DIAGONAL)):
+            key = load_rows(k, j * KEYS, seq_len, K_ROW, KEY_DIM, KEYS, BLOCK_K)
+            past = load_rows(u, j * KEYS, seq_len, U_ROW, VALUE_DIM, KEYS, BLOCK_V)
+            visible = visible_keys((j * KEYS + column)[None, :], index[:, None], start, DIAGONAL)
+            weights = weigh(logits_of(query, key, factor, visible, KAPPA), log_sum, KAPPA, UNIT)
+            pairs = dot(grad, tl.trans(past))
+            seen += tl.sum(weights * pairs, 1)
+            logits = logit_gradient(weights, strength * pairs, total, visible, KAPPA)
+            grad_query += dot(logits.to(key.dtype), key)
+        first = last
+        last = tl.cdiv(tl.minimum(row + ROWS, seq_len), KEYS)
 
     grad_w += token_zero * (HEADS * KEY_DIM) + head * KEY_DIM
     store_rows(grad_w, grad_query * -scale, row, seq_len, HEADS * KEY_DIM, KEY_DIM, ROWS, BLOCK_K)
-    tl.store(grad_beta + (token_zero + index) * HEADS + head, -seen, mask=inside)
-
-
-@triton.jit
-def _rows_step(
-    grad_key,
-    key,
-    past,
-    w,
-    grad_written,
-    beta,
-    lse,
-    totals,
-    starts,
-    first_key,
-    row,
-    seq_len,
-    factor,
-    U_ROW: tl.constexpr,
-    W_ROW: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    KAPPA: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-):
-    """What a block of rows adds to the gradient of a block of keys; with DIAGONAL, some may stand before the keys."""
-    index = row + tl.arange(0, ROWS)
-    column = first_key + tl.arange(0, KEYS)
-    inside = index < seq_len
-    query = load_rows(w, row, seq_len, W_ROW, KEY_DIM, ROWS, BLOCK_K)
-    grad = load_rows(grad_written, row, seq_len, U_ROW, VALUE_DIM, ROWS, BLOCK_V)
-    strength = tl.load(beta + index, mask=inside, other=0.0)[None, :]
-    log_sum = None
-    total = None
-    if KAPPA == "softmax":
-        log_sum = tl.load(lse + index, mask=inside, other=0.0)[None, :]
-        total = tl.load(totals + index, mask=inside, other=0.0)[None, :]
-    start = None
-    if starts is not None:
-        start = tl.load(starts + index, mask=inside, other=0)[None, :]
-    visible = of_document(column[:, None], start)
-    if DIAGONAL:
-        before = column[:, None] < index[None, :]
-        if starts is not None:
-            before = before & visible
-        visible = before
-    weights = weigh(logits_of(key, query, factor, visible, KAPPA), log_sum, KAPPA, UNIT)
-    pairs = dot(past, tl.trans(grad)) * strength
-    logits = logit_gradient(weights, pairs, total, visible, KAPPA)
-    return grad_key + dot(logits.to(query.dtype), query)
+    tl.store(grad_beta + (token_zero + index) * HEADS + head, -seen, mask=index < seq_len)
 
 
 @triton.jit(do_not_specialize=["seq_len"])
@@ -174,7 +114,7 @@ def key_gradients_kernel(
     ends,
     u,
     lse,
-    grad_written,
+    grad_r,
     totals,
     grad_k,
     seq_len,
@@ -206,75 +146,44 @@ def key_gradients_kernel(
     k += token_zero * K_ROW + group.to(tl.int64) * k_head
     w += token_zero * W_ROW
     u += token_zero * U_ROW
-    grad_written += token_zero * U_ROW
+    grad_r += token_zero * U_ROW
+    index = tl.arange(0, ROWS)
+    column = first_key + tl.arange(0, KEYS)
     key = load_rows(k, first_key, seq_len, K_ROW, KEY_DIM, KEYS, BLOCK_K)
     factor = logit_factor(scale, KAPPA)
     end = seq_len
     if starts is not None:
-        end = tl.load(ends + tl.minimum(first_key + KEYS, seq_len) - 1).to(tl.int32)
+        end = tl.load(ends + tl.minimum(first_key + KEYS, seq_len) - 1)
 
     grad_key = tl.zeros([KEYS, BLOCK_K], tl.float32)
     for repeat in tl.range(REPEAT):
         head = group * REPEAT + repeat
-        at_head = at_group * REPEAT + repeat
+        head_zero = (at_group * REPEAT + repeat).to(tl.int64) * seq_len
         past = load_rows(u + head * VALUE_DIM, first_key, seq_len, U_ROW, VALUE_DIM, KEYS, BLOCK_V)
         of_head = w + head.to(tl.int64) * w_head
-        scalars = at_head.to(tl.int64) * seq_len
-        diagonal = tl.cdiv(tl.minimum(first_key + KEYS, end), ROWS)
-        for i in tl.range(first_key // ROWS, diagonal, num_stages=1):
-            grad_key = _rows_step(
-                grad_key,
-                key,
-                past,
-                of_head,
-                grad_written + head * VALUE_DIM,
-                beta + scalars,
-                lse + scalars,
-                totals + scalars,
-                starts,
-                first_key,
-                i * ROWS,
-                seq_len,
-                factor,
-                U_ROW,
-                W_ROW,
-                KEY_DIM,
-                VALUE_DIM,
-                BLOCK_K,
-                BLOCK_V,
-                ROWS,
-                KEYS,
-                KAPPA,
-                UNIT,
-                True,
-            )
-        for i in tl.range(diagonal, tl.cdiv(end, ROWS), num_stages=STAGES):
-            grad_key = _rows_step(
-                grad_key,
-                key,
-                past,
-                of_head,
-                grad_written + head * VALUE_DIM,
-                beta + scalars,
-                lse + scalars,
-                totals + scalars,
-                starts,
-                first_key,
-                i * ROWS,
-                seq_len,
-                factor,
-                U_ROW,
-                W_ROW,
-                KEY_DIM,
-                VALUE_DIM,
-                BLOCK_K,
-                BLOCK_V,
-                ROWS,
-                KEYS,
-                KAPPA,
-                UNIT,
-                False,
-            )
+        first = first_key // ROWS
+        last = tl.cdiv(tl.minimum(first_key + KEYS, end), ROWS)
+        for AFTER in tl.static_range(2):
+            for i in tl.range(first, last, num_stages=1 + (STAGES - 1) * AFTER):
+                row = i * ROWS
+                query = load_rows(of_head, row, seq_len, W_ROW, KEY_DIM, ROWS, BLOCK_K)
+                grad = load_rows(grad_r + head * VALUE_DIM, row, seq_len, U_ROW, VALUE_DIM, ROWS, BLOCK_V)
+                strength = load_numbers(beta + head_zero, row, seq_len, ROWS)[None, :]
+                log_sum = None
+                total = None
+                if KAPPA == "softmax":
+                    log_sum = load_numbers(lse + head_zero, row, seq_len, ROWS)[None, :]
+                    total = load_numbers(totals + head_zero, row, seq_len, ROWS)[None, :]
+                start = None
+                if starts is not None:
+                    start = load_numbers(starts, row, seq_len, ROWS)[None, :]
+                visible = visible_keys(column[:, None], (row + index)[None, :], start, AFTER == 0)
+                weights = weigh(logits_of(key, query, factor, visible, KAPPA), log_sum, KAPPA, UNIT)
+                pairs = strength * dot(past, tl.trans(grad))
+                logits = logit_gradient(weights, pairs, total, visible, KAPPA)
+                grad_key += dot(logits.to(query.dtype), query)
+            first = last
+            last = tl.cdiv(end, ROWS)
 
     grad_k += token_zero * (GROUPS * KEY_DIM) + group * KEY_DIM
     store_rows(grad_k, grad_key * -scale, first_key, seq_len, GROUPS * KEY_DIM, KEY_DIM, KEYS, BLOCK_K)

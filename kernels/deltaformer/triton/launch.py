@@ -97,11 +97,9 @@ def write_backward(
         The gradients of w, k, v, alpha, and beta.
     """
     run = _Run(w, k, v, alpha, beta, cu_seqlens, kappa1, round_decimals, scale)
-    grad_written, grad_v, grad_alpha, totals = run.solve(
-        grad_u.contiguous(), u, lse, inverse, rest if rest.numel() else None
-    )
-    grad_w, grad_beta = run.row_gradients(u, lse, grad_written, totals)
-    grad_k = run.key_gradients(u, lse, grad_written, totals)
+    grad_r, grad_v, grad_alpha, totals = run.solve(grad_u.contiguous(), u, lse, inverse, rest if rest.numel() else None)
+    grad_w, grad_beta = run.row_gradients(u, lse, grad_r, totals)
+    grad_k = run.key_gradients(u, lse, grad_r, totals)
     repeat = w.shape[2] // k.shape[2]
     if repeat > 1:
         grad_v = grad_v.unflatten(2, (-1, repeat)).sum(3, dtype=torch.float32).to(v.dtype)
@@ -143,7 +141,7 @@ class _Run:
         }
 
     def write(self, u: Tensor, lse: Tensor | None, inverse: Tensor | None, rest: Tensor | None) -> None:
-        blocks = self.configuration.write
+        blocks = self.configuration.solve
         grid, lanes, progress = self._lanes(blocks)
         write_kernel[grid](
             self.w,
@@ -171,10 +169,10 @@ class _Run:
     def solve(
         self, grad_u: Tensor, u: Tensor, lse: Tensor, inverse: Tensor, rest: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of diag(alpha) V, of V (for each head of w) and alpha, and beta_t sum_i A_ti d_t . u_i."""
+        """The gradients of R = diag(alpha) V, V (for each head of w), alpha, and softmax's totals (see `solve`)."""
         blocks = self.configuration.solve
         grid, lanes, progress = self._lanes(blocks)
-        grad_written, grad_v = torch.empty_like(u), torch.empty_like(u)
+        grad_r, grad_v = torch.empty_like(u), torch.empty_like(u)
         slices = lanes // (self.batch * self.heads)
         partial = (slices,) if slices > 1 else ()
         grad_alpha, totals = (self.beta.new_empty(*partial, *x.shape) for x in (self.alpha, self.beta))
@@ -191,7 +189,7 @@ class _Run:
             lse,
             inverse,
             grad_u,
-            grad_written,
+            grad_r,
             grad_v,
             grad_alpha,
             totals,
@@ -207,9 +205,9 @@ class _Run:
         )
         if slices > 1:
             grad_alpha, totals = grad_alpha.sum(0), totals.sum(0)
-        return grad_written, grad_v, grad_alpha, totals
+        return grad_r, grad_v, grad_alpha, totals
 
-    def row_gradients(self, u: Tensor, lse: Tensor, grad_written: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
+    def row_gradients(self, u: Tensor, lse: Tensor, grad_r: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
         """Of w and beta."""
         tiles = self.configuration.rows
         grad_w = u.new_empty(self.batch, self.seq_len, self.heads, self.key_dim)
@@ -221,7 +219,7 @@ class _Run:
             self.starts,
             u,
             lse,
-            grad_written,
+            grad_r,
             totals,
             grad_w,
             grad_beta,
@@ -233,7 +231,7 @@ class _Run:
         )
         return grad_w, grad_beta
 
-    def key_gradients(self, u: Tensor, lse: Tensor, grad_written: Tensor, totals: Tensor) -> Tensor:
+    def key_gradients(self, u: Tensor, lse: Tensor, grad_r: Tensor, totals: Tensor) -> Tensor:
         """Of k."""
         tiles = self.configuration.keys
         grad_k = u.new_empty(self.batch, self.seq_len, self.groups, self.key_dim)
@@ -245,7 +243,7 @@ class _Run:
             self.ends,
             u,
             lse,
-            grad_written,
+            grad_r,
             totals,
             grad_k,
             self.seq_len,
@@ -275,7 +273,7 @@ class _Run:
             "BLOCK_V": blocks.block_v,
             "BLOCK": configuration.block,
             "AHEAD": configuration.ahead,
-            "GROUP": configuration.group,
+            "AT_ONCE": configuration.at_once,
             "STAGES": blocks.stages,
             "maxnreg": blocks.registers,
             "num_warps": blocks.warps,

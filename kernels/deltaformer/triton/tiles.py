@@ -1,7 +1,4 @@
-"""Parts that the kernels share: blocks of rows, logits, and kappa of them.
-
-Shapes: M rows of w, N keys.
-"""
+"""Parts that the kernels share: blocks of rows, which keys they see, logits, and kappa of them."""
 
 import triton
 import triton.language as tl
@@ -40,9 +37,36 @@ def store_rows(
 
 
 @triton.jit
+def load_numbers(vector, first, end, ROWS: tl.constexpr):
+    """Numbers [first, first + ROWS) of a vector; 0 from `end` on."""
+    index = first + tl.arange(0, ROWS)
+    return tl.load(vector + index, mask=index < end, other=0)
+
+
+@triton.jit
 def dot(x, y):
     """x y, in float32's accuracy for float32."""
     return tl.dot(x, y, input_precision="tf32x3")
+
+
+@triton.jit
+def visible_keys(keys, rows, start, DIAGONAL: tl.constexpr):
+    """Which keys a row sees: those before it in its document, that begins at `start`; None where all.
+
+    Args:
+        keys: their places, which broadcast against those of rows.
+        rows: their places.
+        start: for each row; None in a dense batch.
+        DIAGONAL: whether some of the keys may stand at or after some of the rows.
+    """
+    visible = None
+    if DIAGONAL:
+        visible = keys < rows
+        if start is not None:
+            visible = visible & (keys >= start)
+    elif start is not None:
+        visible = keys >= start
+    return visible
 
 
 @triton.jit
@@ -52,15 +76,6 @@ def logit_factor(scale, KAPPA: tl.constexpr):
     if KAPPA == "softmax" or KAPPA == "exp":
         factor = scale * _LOG2E
     return factor
-
-
-@triton.jit
-def of_document(keys, start):
-    """Which keys stand in a row's document, that begins at `start`; None, for all, in a dense batch."""
-    visible = None
-    if start is not None:
-        visible = keys >= start
-    return visible
 
 
 @triton.jit

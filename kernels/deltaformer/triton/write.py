@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 
 from zoo.kernels.deltaformer.triton.dataflow import draw, publish, wait
-from zoo.kernels.deltaformer.triton.tiles import dot, load_rows, logit_factor, logits_of, of_document, store_rows, weigh
+from zoo.kernels.deltaformer.triton.tiles import (
+    dot,
+    load_numbers,
+    load_rows,
+    logit_factor,
+    logits_of,
+    store_rows,
+    visible_keys,
+    weigh,
+)
 from zoo.kernels.triton.triangular import unit_lower_inverse, unit_lower_inverse_half
 
 
@@ -29,15 +38,6 @@ def add_to_softmax(logits, largest, total):
     weights = tl.exp2(logits - base[:, None])
     correction = tl.exp2(largest - base)
     return weights, higher, total * correction + tl.sum(weights, 1), correction
-
-
-@triton.jit
-def _before(keys, rows, start):
-    """Which keys a row sees: those before it in its document."""
-    visible = keys[None, :] < rows[:, None]
-    if start is not None:
-        visible = visible & of_document(keys[None, :], start)
-    return visible
 
 
 @triton.jit(do_not_specialize=["seq_len", "num_lanes", "together"])
@@ -72,7 +72,7 @@ def write_kernel(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     AHEAD: tl.constexpr,
-    GROUP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
     KAPPA: tl.constexpr,
     UNIT: tl.constexpr,
@@ -81,9 +81,8 @@ def write_kernel(
     SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     U_ROW: tl.constexpr = HEADS * VALUE_DIM
     num_blocks = tl.cdiv(seq_len, BLOCK)
-    block, lane = draw(progress, num_blocks, num_lanes, together)
-    published = progress + 1 + lane
-    slice = (lane % SLICES) * BLOCK_V
+    block, lane, published = draw(progress, num_blocks, num_lanes, together)
+    first_value = (lane % SLICES) * BLOCK_V
     at_head = lane // SLICES
     head = at_head % HEADS
     group = (head // REPEAT).to(tl.int64)
@@ -94,16 +93,17 @@ def write_kernel(
     u += token_zero * U_ROW + head * VALUE_DIM
     row = block * BLOCK
     index = tl.arange(0, BLOCK)
+    rows = (row + index)[:, None]
     inside = row + index < seq_len
     at_rows = at_head.to(tl.int64) * seq_len + row + index
     query = load_rows(w, row, seq_len, W_ROW, KEY_DIM, BLOCK, BLOCK_K)
-    strength = tl.load(beta + at_rows, mask=inside, other=0.0)
-    written = tl.load(alpha + (token_zero + row + index) * HEADS + head, mask=inside, other=0.0)
+    strength = tl.load(beta + at_rows, mask=inside, other=0.0)[:, None]
+    share = tl.load(alpha + (token_zero + row + index) * HEADS + head, mask=inside, other=0.0)[:, None]
     factor = logit_factor(scale, KAPPA)
     start = None
     begin = 0
     if starts is not None:
-        start = tl.load(starts + row + index, mask=inside, other=0)[:, None]
+        start = load_numbers(starts, row, seq_len, BLOCK)[:, None]
         begin = tl.load(starts + row) // BLOCK
     near = tl.maximum(block - AHEAD, begin)
 
@@ -112,63 +112,62 @@ def write_kernel(
     if KAPPA == "softmax":
         for j in tl.range(near, block + 1, num_stages=STAGES):
             key = load_rows(k, j * BLOCK, seq_len, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
-            logits = logits_of(query, key, factor, _before(j * BLOCK + index, row + index, start), KAPPA)
-            _, largest, total, _ = add_to_softmax(logits, largest, total)
+            visible = visible_keys((j * BLOCK + index)[None, :], rows, start, True)
+            _, largest, total, _ = add_to_softmax(logits_of(query, key, factor, visible, KAPPA), largest, total)
 
     done = 0
-    read = tl.zeros([BLOCK, BLOCK_V], tl.float32)
-    for first in tl.range(begin, near, GROUP):
-        end = tl.minimum(first + GROUP, near)
+    read = tl.zeros([BLOCK, BLOCK_V], tl.float32)  # beta times what is read
+    for first in tl.range(begin, near, AT_ONCE):
+        end = tl.minimum(first + AT_ONCE, near)
         done = wait(published, end, done)
         for j in tl.range(first, end, num_stages=STAGES):
             key = load_rows(k, j * BLOCK, None, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
-            logits = logits_of(query, key, factor, of_document((j * BLOCK + index)[None, :], start), KAPPA)
+            past_visible = visible_keys((j * BLOCK + index)[None, :], rows, start, False)
+            logits = logits_of(query, key, factor, past_visible, KAPPA)
             if KAPPA == "softmax":
                 weights, largest, total, correction = add_to_softmax(logits, largest, total)
                 read *= correction[:, None]
             else:
-                weights = weigh(logits, None, KAPPA, UNIT)
-            past = load_rows(u, j * BLOCK, None, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, slice)
+                weights = weigh(logits, None, KAPPA, UNIT) * strength
+            past = load_rows(u, j * BLOCK, None, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
             read += dot(weights.to(past.dtype), past)
 
     log_sum = None
     if KAPPA == "softmax":
-        read *= tl.where(total > 0, 1 / total, 0.0)[:, None]
+        read *= tl.where(total > 0, 1 / total, 0.0)[:, None] * strength
         by_row = tl.where(total > 0, largest + tl.log2(total), 0.0)
         if lse is not None:
             tl.store(lse + at_rows, by_row, mask=inside)
         log_sum = by_row[:, None]
 
     key = load_rows(k, row, seq_len, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
-    logits = logits_of(query, key, factor, _before(row + index, row + index, start), KAPPA)
-    a = weigh(logits, log_sum, KAPPA, UNIT) * strength[:, None]
-    if KAPPA == "softmax":
-        if query.dtype == tl.float32:
-            x = unit_lower_inverse(a, BLOCK, LEVELS)
-        else:
-            x = unit_lower_inverse_half(a, BLOCK, LEVELS)
-    else:  # without bounds that float16 could hold
+    logits = logits_of(query, key, factor, visible_keys((row + index)[None, :], rows, start, True), KAPPA)
+    a = weigh(logits, log_sum, KAPPA, UNIT) * strength
+    if KAPPA == "softmax" and query.dtype != tl.float32:
+        x = unit_lower_inverse_half(a, BLOCK, LEVELS)
+    else:  # weights without bounds: float16 could not hold it
         x = unit_lower_inverse(a, BLOCK, LEVELS)
     x = tl.where(index[:, None] == index[None, :], 0.0, x).to(query.dtype)
     if inverse is not None:
         at_block = (at_head.to(tl.int64) * num_blocks + block) * (BLOCK * BLOCK)
         tl.store(inverse + at_block + index[:, None] * BLOCK + index[None, :], x)
-    value = load_rows(v, row, seq_len, V_ROW, VALUE_DIM, BLOCK, BLOCK_V, slice)
+    value = load_rows(v, row, seq_len, V_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
 
     for j in tl.range(near, block, num_stages=1):
         key = load_rows(k, j * BLOCK, None, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
-        logits = logits_of(query, key, factor, of_document((j * BLOCK + index)[None, :], start), KAPPA)
-        weights = weigh(logits, log_sum, KAPPA, UNIT).to(query.dtype)
+        near_visible = visible_keys((j * BLOCK + index)[None, :], rows, start, False)
+        weights = weigh(logits_of(query, key, factor, near_visible, KAPPA), log_sum, KAPPA, UNIT) * strength
         done = wait(published, j + 1, done)
-        read += dot(weights, load_rows(u, j * BLOCK, None, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, slice))
+        past = load_rows(u, j * BLOCK, None, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
+        read += dot(weights.to(past.dtype), past)
 
-    right = written[:, None] * value.to(tl.float32) - strength[:, None] * read
+    right = share * value.to(tl.float32) - read
     solved = right + dot(x, right.to(x.dtype))
-    store_rows(u, solved, row, seq_len, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, slice)
+    store_rows(u, solved, row, seq_len, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
     if starts is not None:  # the first block of a document has waited for none
         wait(published, block, done)
     publish(published)
     if rest is not None:
         rest += token_zero * U_ROW + head * VALUE_DIM
         lost = solved - solved.to(u.dtype.element_ty).to(tl.float32)
-        store_rows(rest, lost, row, seq_len, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, slice)
+        store_rows(rest, lost, row, seq_len, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
