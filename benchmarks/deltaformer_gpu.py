@@ -47,6 +47,7 @@ from deltaformer_calls import (
 )
 from deltaformer_plots import plot_lengths, plot_ops
 from harness import (
+    DEVICE,
     Benchmark,
     Part,
     call_ms,
@@ -91,6 +92,7 @@ KERNELS: dict[str, dict[str, Any]] = {
 
 LENGTHS = [2048, 4096, 8192, 16384, 32768, 65536]
 MAX_GROWTH, MAX_FIRST_CALL_S = 1.1, 40
+PACKED_LENGTH, DOCUMENTS = 32768, (1, 8, 32, 128)
 
 MODEL_SHAPE, MIN_MODEL_SPEEDUP = (4, 2048), 8
 KINDS = {
@@ -326,6 +328,21 @@ def lengths() -> dict[str, Any]:
     return {"shape": "B 1 H 16 D 128", "rows": rows, "targets": targets}
 
 
+def packed() -> dict[str, Any]:
+    """GPU time of the write of one document, and of as many tokens in more of them (B 1 T 32768 H 16 D 128)."""
+    inputs = make_inputs((1, PACKED_LENGTH, 16, 128))
+    gradients = make_gradients(inputs)
+    rows = []
+    show("documents", "forward", "fwd+bwd")
+    for documents in DOCUMENTS:
+        ends = torch.linspace(0, PACKED_LENGTH, documents + 1, device=DEVICE, dtype=torch.int32)
+        case = write_rule(partial(OURS, cu_seqlens=ends)), some(inputs, "k", "v", "beta"), gradients
+        method, times = gpu_times({name: partial(step, *case) for name, step in STEPS.items()})
+        rows.append({"documents": documents, "gpu_method": method, "gpu_ms": times})
+        show(documents, *(times[name]["median"] for name in STEPS))
+    return {"shape": f"B 1 T {PACKED_LENGTH} H 16 D 128", "rows": rows}
+
+
 def cold() -> dict[str, Any]:
     """Seconds of the first call, forward and backward, in a fresh process without compiled kernels."""
     first, second = first_calls_s(__file__, "first_call")
@@ -402,7 +419,7 @@ def compile_ahead(job: str, head_dim: int) -> None:
     torch.cuda.synchronize()
 
 
-SECTIONS = (ops, errors, lengths, memory, cold, model)
+SECTIONS = (ops, errors, lengths, packed, memory, cold, model)
 PLOTS = {ops: plot_ops, lengths: plot_lengths}
 
 

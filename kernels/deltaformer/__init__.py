@@ -60,7 +60,7 @@ def deltaformer_write(
     softmax's, must fit the dtype; and softmax's inverses of 64 x 64 blocks float16, which they leave where |beta| > 1
     and u grows 10,000-fold within 64 tokens. For the backward it keeps, beside the inputs and u, at most 132 bytes per
     token and head, and for softmax in half precision what rounding took from u. Two of its runs are bit-identical, and
-    a row of a batch is what it is alone.
+    a row of a batch is what it is alone, as a document of a packed row is.
 
     Args:
         w: [B, T, H, D], no size 0, what is compared with the keys; any floating-point dtype and strides, like all.

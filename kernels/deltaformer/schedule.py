@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Configuration", "SolveBlocks", "Tiles", "configuration", "saved_shapes"]
+__all__ = ["Configuration", "SolveBlocks", "Tiles", "configuration", "num_blocks", "saved_shapes"]
 
 
 class SolveBlocks(NamedTuple):
@@ -89,7 +89,15 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
     return Configuration(64, block_k, block_v, solve, Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2))
 
 
-def saved_shapes(w: Tensor, v: Tensor, kappa1: str, *, save: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def num_blocks(seq_len: int, cu_seqlens: Tensor | None, size: int) -> int:
+    """How many blocks of so many rows a row of the batch has; packed, an upper bound free of documents' lengths."""
+    documents = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return (seq_len + (size - 1) * documents) // size
+
+
+def saved_shapes(
+    w: Tensor, v: Tensor, cu_seqlens: Tensor | None, kappa1: str, *, save: bool
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of what the forward leaves for the backward; of size 0 what that does not need, or unless `save`.
 
     For softmax the log-sum-exp of each row, [B, H, T] fp32; the inverses of the diagonal blocks, [B, H, M * C, C] in
@@ -98,13 +106,14 @@ def saved_shapes(w: Tensor, v: Tensor, kappa1: str, *, save: bool) -> list[tuple
     Args:
         w: [B, T, H, D].
         v: [B, T, G, D_v].
+        cu_seqlens: [N + 1], or None.
         kappa1: one of `KAPPAS`.
         save: whether a backward follows.
     """
     batch, seq_len, heads, key_dim = w.shape
     block = configuration(int(key_dim), int(v.shape[3]), v.dtype).block
     normalized = save and kappa1 == "softmax"
-    inverse = batch, heads, -(-seq_len // block) * block, block
+    inverse = batch, heads, num_blocks(seq_len, cu_seqlens, block) * block, block
     rest = batch, seq_len, heads, v.shape[3]
     return [
         ((batch, heads, seq_len) if normalized else (0,), torch.float32),

@@ -48,7 +48,7 @@ def _(
     scale: float,
     save: bool,
 ) -> tuple[Tensor, ...]:
-    saved = saved_shapes(w, v, kappa1, save=save)
+    saved = saved_shapes(w, v, cu_seqlens, kappa1, save=save)
     return v.new_empty(*w.shape[:3], v.shape[3]), *(v.new_empty(shape, dtype=dtype) for shape, dtype in saved)
 
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zoo.kernels import deltaformer, triton_support
 from zoo.kernels.deltaformer import deltaformer_read, deltaformer_write
+from zoo.kernels.deltaformer.schedule import num_blocks
 
 OP, BACKWARD_OP = (
     torch.ops.zoo.deltaformer_write_torch.default,
@@ -389,7 +390,8 @@ def test_shapes_of_triton_without_values(dtype: torch.dtype, block: int, pieces:
         assert TRITON_OP(*leaves, hidden, *options, False)[2].numel() == 0
         u, lse, inverse, rest = TRITON_OP(*leaves, hidden, *options, True)
         assert (lse.numel(), lse.dtype) == (batch * 70 * 4, torch.float32)
-        assert (inverse.numel(), inverse.dtype) == (batch * 4 * -(-70 // block) * block**2, dtype)
+        count = num_blocks(70, hidden, block)
+        assert (inverse.numel(), inverse.dtype) == (batch * 4 * count * block**2, dtype)
         assert (rest.numel(), rest.dtype) == (0 if dtype == torch.float32 else u.numel(), dtype)
         grads = TRITON_BACKWARD_OP(u, *leaves, hidden, u, lse, inverse, rest, *options)
         for leaf, grad in zip(leaves, grads, strict=True):

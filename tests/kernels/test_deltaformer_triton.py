@@ -31,6 +31,7 @@ KERNELS = (("softmax", 0), ("linear", 0), ("relu", 0), ("exp", 0), ("round", 0),
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3}
 PIECES = (0, 1, 2, 63, 0, 64, 65, 0)
 GUARD = 4096  # numbers before and after each tensor
+FAR_AWAY = 1 << 30  # where no token stands
 each_kernel = pytest.mark.parametrize(("kappa", "decimals"), KERNELS)
 bounded_and_unbounded = pytest.mark.parametrize("kappa", ["softmax", "linear"])
 
@@ -256,7 +257,7 @@ def test_packed_equals_each_alone(configure: Configure) -> None:
         if start == end:
             continue
         alone = kernels({name: x[name][:, start:end] for name in LEAVES}, grad_u[:, start:end])
-        assert_near({name: y[:, start:end] for name, y in whole.items()}, alone, 1e-6)
+        assert_equal({name: y[:, start:end] for name, y in whole.items()}, alone)
 
 
 @bounded_and_unbounded
@@ -405,7 +406,8 @@ def test_stays_inside_its_memory(
 
     def guarded(shape: Any, dtype: torch.dtype) -> Tensor:
         shape = torch.Size(shape if isinstance(shape, tuple | list) else (shape,))
-        memory = torch.full((shape.numel() + 2 * GUARD,), torch.nan, dtype=dtype, device=DEVICE)
+        nothing = torch.nan if dtype.is_floating_point else FAR_AWAY
+        memory = torch.full((shape.numel() + 2 * GUARD,), nothing, dtype=dtype, device=DEVICE)
         allocated.append((memory, shape.numel()))
         return memory[GUARD : GUARD + shape.numel()].view(shape)
 
@@ -421,7 +423,7 @@ def test_stays_inside_its_memory(
         patch.setattr(torch, "empty_like", lambda like: guarded(like.shape, like.dtype))
         actual = kernels(x, grad_u if save else None)
     for memory, size in allocated:
-        assert memory[:GUARD].isnan().all()
-        assert memory[GUARD + size :].isnan().all()
-    assert len(allocated) == (11 if save else 4)
+        around = torch.cat([memory[:GUARD], memory[GUARD + size :]])
+        assert (around.isnan() | (around == FAR_AWAY)).all()
+    assert len(allocated) >= len(actual)
     assert_near(actual, expected if save else {"u": expected["u"]}, 1e-5)

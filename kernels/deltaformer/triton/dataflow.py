@@ -1,10 +1,12 @@
 """Blocks of rows that wait for each other within one launch.
 
-A lane is one triangular solve: its blocks are solved one after the other, each by a program of its own, and each needs
-those before it. Programs draw tickets, which go through the blocks in order, some lanes at a time. So a program waits
-only for programs with lower tickets, which run already: none waits for one that the device has no room for.
+A lane is a head and a slice of its values, over all documents of a row. The blocks of a document are solved one after
+the other, each by a program of its own, and each needs those before it. Programs draw tickets, which go through the
+blocks in order, some lanes at a time. So a program waits only for programs with lower tickets, which run already: none
+waits for one that the device has no room for.
 
-`progress` is int32, zero at the start: the tickets drawn, then for each lane how many blocks it has published.
+`progress` is int32, zero at the start: the tickets drawn, then for each lane and document how many blocks it has
+published; a document's place among the counters is the number of its first block.
 """
 
 import triton
@@ -18,24 +20,23 @@ def draw(progress, num_blocks, num_lanes, together):
     """What a program is to solve, where `together` lanes are worked on at a time.
 
     Returns:
-        The block's number in its lane's order, the lane, and its counter of published blocks.
+        The block's number in the order of its lane, and the lane.
     """
     ticket = tl.atomic_add(progress, 1, sem="relaxed")
     first_lane = ticket // (num_blocks * together) * together
     lanes = tl.minimum(together, num_lanes - first_lane)
     ticket -= first_lane * num_blocks
-    lane = first_lane + ticket % lanes
-    return ticket // lanes, lane, progress + 1 + lane
+    return ticket // lanes, first_lane + ticket % lanes
 
 
 @triton.jit
 def wait(published, count, done):
-    """Until a lane has published so many blocks: what they have stored can be read then.
+    """Until so many blocks of a document are published: what they have stored can be read then.
 
     A program that waits for seconds stops the launch with an error: never a device that hangs.
 
     Args:
-        published: the lane's counter.
+        published: their counter.
         count: of blocks.
         done: how many are known to be published.
 
@@ -53,6 +54,6 @@ def wait(published, count, done):
 
 @triton.jit
 def publish(published):
-    """One more block of a lane: all that this program has stored before."""
+    """One more block: all that this program has stored before."""
     tl.debug_barrier()
     tl.atomic_add(published, 1, sem="release")

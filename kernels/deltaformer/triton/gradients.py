@@ -10,6 +10,7 @@ apart from those where every key is before every row.
 import triton
 import triton.language as tl
 
+from zoo.kernels.deltaformer.triton.documents import place_of_block
 from zoo.kernels.deltaformer.triton.tiles import (
     dot,
     load_numbers,
@@ -23,12 +24,12 @@ from zoo.kernels.deltaformer.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["seq_len"])
+@triton.jit(do_not_specialize=["seq_len", "num_blocks"])
 def row_gradients_kernel(
     w,
     k,
     beta,
-    starts,
+    blocks,
     u,
     lse,
     grad_r,
@@ -36,6 +37,7 @@ def row_gradients_kernel(
     grad_w,
     grad_beta,
     seq_len,
+    num_blocks,
     scale,
     w_head,
     k_head,
@@ -55,69 +57,66 @@ def row_gradients_kernel(
 ):
     """One program a block of rows and head of w: dw and dbeta."""
     U_ROW: tl.constexpr = HEADS * VALUE_DIM
-    num_blocks = tl.cdiv(seq_len, ROWS)
     at_head = tl.program_id(0) // num_blocks
-    row = (num_blocks - 1 - tl.program_id(0) % num_blocks) * ROWS  # the longest first
+    number = num_blocks - 1 - tl.program_id(0) % num_blocks  # in a dense batch the longest first
+    document, length, row = place_of_block(blocks, number, seq_len, ROWS)
+    if row >= length:
+        return
     head = at_head % HEADS
     group = (head // REPEAT).to(tl.int64)
-    token_zero = (at_head // HEADS).to(tl.int64) * seq_len
-    head_zero = at_head.to(tl.int64) * seq_len
+    token_zero = (at_head // HEADS).to(tl.int64) * seq_len + document
+    head_zero = at_head.to(tl.int64) * seq_len + document
     w += token_zero * W_ROW + head.to(tl.int64) * w_head
     k += token_zero * K_ROW + group * k_head
     u += token_zero * U_ROW + head * VALUE_DIM
     grad_r += token_zero * U_ROW + head * VALUE_DIM
     index = row + tl.arange(0, ROWS)
     column = tl.arange(0, KEYS)
-    query = load_rows(w, row, seq_len, W_ROW, KEY_DIM, ROWS, BLOCK_K)
-    grad = load_rows(grad_r, row, seq_len, U_ROW, VALUE_DIM, ROWS, BLOCK_V)
-    strength = load_numbers(beta + head_zero, row, seq_len, ROWS)[:, None]
+    query = load_rows(w, row, length, W_ROW, KEY_DIM, ROWS, BLOCK_K)
+    grad = load_rows(grad_r, row, length, U_ROW, VALUE_DIM, ROWS, BLOCK_V)
+    strength = load_numbers(beta + head_zero, row, length, ROWS)[:, None]
     factor = logit_factor(scale, KAPPA)
     log_sum = None
     total = None
     if KAPPA == "softmax":
-        log_sum = load_numbers(lse + head_zero, row, seq_len, ROWS)[:, None]
-        total = load_numbers(totals + head_zero, row, seq_len, ROWS)[:, None]
-    start = None
-    begin = 0
-    if starts is not None:
-        start = load_numbers(starts, row, seq_len, ROWS)[:, None]
-        begin = tl.load(starts + row) // KEYS
+        log_sum = load_numbers(lse + head_zero, row, length, ROWS)[:, None]
+        total = load_numbers(totals + head_zero, row, length, ROWS)[:, None]
 
     grad_query = tl.zeros([ROWS, BLOCK_K], tl.float32)
     seen = tl.zeros([ROWS], tl.float32)
-    first = begin
+    first = 0
     last = row // KEYS
     for DIAGONAL in tl.static_range(2):
         for j in tl.range(first, last, num_stages=1 + (STAGES - 1) * (1 - DIAGONAL)):
-            key = load_rows(k, j * KEYS, seq_len, K_ROW, KEY_DIM, KEYS, BLOCK_K)
-            past = load_rows(u, j * KEYS, seq_len, U_ROW, VALUE_DIM, KEYS, BLOCK_V)
-            visible = visible_keys((j * KEYS + column)[None, :], index[:, None], start, DIAGONAL)
+            key = load_rows(k, j * KEYS, length, K_ROW, KEY_DIM, KEYS, BLOCK_K)
+            past = load_rows(u, j * KEYS, length, U_ROW, VALUE_DIM, KEYS, BLOCK_V)
+            visible = visible_keys((j * KEYS + column)[None, :], index[:, None], DIAGONAL)
             weights = weigh(logits_of(query, key, factor, visible, KAPPA), log_sum, KAPPA, UNIT)
             pairs = dot(grad, tl.trans(past))
             seen += tl.sum(weights * pairs, 1)
             logits = logit_gradient(weights, strength * pairs, total, visible, KAPPA)
             grad_query += dot(logits.to(key.dtype), key)
         first = last
-        last = tl.cdiv(tl.minimum(row + ROWS, seq_len), KEYS)
+        last = tl.cdiv(tl.minimum(row + ROWS, length), KEYS)
 
     grad_w += token_zero * (HEADS * KEY_DIM) + head * KEY_DIM
-    store_rows(grad_w, grad_query * -scale, row, seq_len, HEADS * KEY_DIM, KEY_DIM, ROWS, BLOCK_K)
-    tl.store(grad_beta + (token_zero + index) * HEADS + head, -seen, mask=index < seq_len)
+    store_rows(grad_w, grad_query * -scale, row, length, HEADS * KEY_DIM, KEY_DIM, ROWS, BLOCK_K)
+    tl.store(grad_beta + (token_zero + index) * HEADS + head, -seen, mask=index < length)
 
 
-@triton.jit(do_not_specialize=["seq_len"])
+@triton.jit(do_not_specialize=["seq_len", "num_blocks"])
 def key_gradients_kernel(
     w,
     k,
     beta,
-    starts,
-    ends,
+    blocks,
     u,
     lse,
     grad_r,
     totals,
     grad_k,
     seq_len,
+    num_blocks,
     scale,
     w_head,
     k_head,
@@ -138,52 +137,48 @@ def key_gradients_kernel(
     """One program a block of keys and key/value head: dk, from the heads of w that are compared with it."""
     U_ROW: tl.constexpr = HEADS * VALUE_DIM
     GROUPS: tl.constexpr = HEADS // REPEAT
-    num_blocks = tl.cdiv(seq_len, KEYS)
     at_group = tl.program_id(0) // num_blocks
-    first_key = (tl.program_id(0) % num_blocks) * KEYS  # the longest first
+    number = tl.program_id(0) % num_blocks  # in a dense batch the longest first
+    document, length, first_key = place_of_block(blocks, number, seq_len, KEYS)
+    if first_key >= length:
+        return
     group = at_group % GROUPS
-    token_zero = (at_group // GROUPS).to(tl.int64) * seq_len
+    token_zero = (at_group // GROUPS).to(tl.int64) * seq_len + document
     k += token_zero * K_ROW + group.to(tl.int64) * k_head
     w += token_zero * W_ROW
     u += token_zero * U_ROW
     grad_r += token_zero * U_ROW
     index = tl.arange(0, ROWS)
     column = first_key + tl.arange(0, KEYS)
-    key = load_rows(k, first_key, seq_len, K_ROW, KEY_DIM, KEYS, BLOCK_K)
+    key = load_rows(k, first_key, length, K_ROW, KEY_DIM, KEYS, BLOCK_K)
     factor = logit_factor(scale, KAPPA)
-    end = seq_len
-    if starts is not None:
-        end = tl.load(ends + tl.minimum(first_key + KEYS, seq_len) - 1)
 
     grad_key = tl.zeros([KEYS, BLOCK_K], tl.float32)
     for repeat in tl.range(REPEAT):
         head = group * REPEAT + repeat
-        head_zero = (at_group * REPEAT + repeat).to(tl.int64) * seq_len
-        past = load_rows(u + head * VALUE_DIM, first_key, seq_len, U_ROW, VALUE_DIM, KEYS, BLOCK_V)
+        head_zero = (at_group * REPEAT + repeat).to(tl.int64) * seq_len + document
+        past = load_rows(u + head * VALUE_DIM, first_key, length, U_ROW, VALUE_DIM, KEYS, BLOCK_V)
         of_head = w + head.to(tl.int64) * w_head
         first = first_key // ROWS
-        last = tl.cdiv(tl.minimum(first_key + KEYS, end), ROWS)
+        last = tl.cdiv(tl.minimum(first_key + KEYS, length), ROWS)
         for AFTER in tl.static_range(2):
             for i in tl.range(first, last, num_stages=1 + (STAGES - 1) * AFTER):
                 row = i * ROWS
-                query = load_rows(of_head, row, seq_len, W_ROW, KEY_DIM, ROWS, BLOCK_K)
-                grad = load_rows(grad_r + head * VALUE_DIM, row, seq_len, U_ROW, VALUE_DIM, ROWS, BLOCK_V)
-                strength = load_numbers(beta + head_zero, row, seq_len, ROWS)[None, :]
+                query = load_rows(of_head, row, length, W_ROW, KEY_DIM, ROWS, BLOCK_K)
+                grad = load_rows(grad_r + head * VALUE_DIM, row, length, U_ROW, VALUE_DIM, ROWS, BLOCK_V)
+                strength = load_numbers(beta + head_zero, row, length, ROWS)[None, :]
                 log_sum = None
                 total = None
                 if KAPPA == "softmax":
-                    log_sum = load_numbers(lse + head_zero, row, seq_len, ROWS)[None, :]
-                    total = load_numbers(totals + head_zero, row, seq_len, ROWS)[None, :]
-                start = None
-                if starts is not None:
-                    start = load_numbers(starts, row, seq_len, ROWS)[None, :]
-                visible = visible_keys(column[:, None], (row + index)[None, :], start, AFTER == 0)
+                    log_sum = load_numbers(lse + head_zero, row, length, ROWS)[None, :]
+                    total = load_numbers(totals + head_zero, row, length, ROWS)[None, :]
+                visible = visible_keys(column[:, None], (row + index)[None, :], AFTER == 0)
                 weights = weigh(logits_of(key, query, factor, visible, KAPPA), log_sum, KAPPA, UNIT)
                 pairs = strength * dot(past, tl.trans(grad))
                 logits = logit_gradient(weights, pairs, total, visible, KAPPA)
                 grad_key += dot(logits.to(query.dtype), query)
             first = last
-            last = tl.cdiv(end, ROWS)
+            last = tl.cdiv(length, ROWS)
 
     grad_k += token_zero * (GROUPS * KEY_DIM) + group * KEY_DIM
-    store_rows(grad_k, grad_key * -scale, first_key, seq_len, GROUPS * KEY_DIM, KEY_DIM, KEYS, BLOCK_K)
+    store_rows(grad_k, grad_key * -scale, first_key, length, GROUPS * KEY_DIM, KEY_DIM, KEYS, BLOCK_K)

@@ -10,7 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from zoo.kernels.deltaformer.schedule import Configuration, SolveBlocks, Tiles, configuration, saved_shapes
+from zoo.kernels.deltaformer.schedule import Configuration, Tiles, configuration, num_blocks, saved_shapes
+from zoo.kernels.deltaformer.triton.documents import cut_kernel
 from zoo.kernels.deltaformer.triton.gradients import key_gradients_kernel, row_gradients_kernel
 from zoo.kernels.deltaformer.triton.solve import solve_kernel
 from zoo.kernels.deltaformer.triton.write import write_kernel
@@ -18,6 +19,7 @@ from zoo.kernels.rows import rows
 
 _CACHE = 32 << 20  # bytes of the L2 cache that keys and u may take
 _FEWEST_TOGETHER = 16  # with fewer, programs wait for each other
+_DOCUMENTS_AT_ONCE = 256
 
 
 def write_forward(
@@ -53,7 +55,7 @@ def write_forward(
     """
     run = _Run(w, k, v, alpha, beta, cu_seqlens, kappa1, round_decimals, scale)
     u = v.new_empty(*w.shape[:3], v.shape[3])
-    saved = [v.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(w, v, kappa1, save=save)]
+    saved = [v.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(w, v, cu_seqlens, kappa1, save=save)]
     run.write(u, *(x if x.numel() else None for x in saved))
     lse, inverse, rest = saved
     return u, lse, inverse, rest
@@ -125,7 +127,7 @@ class _Run:
         self.groups, self.value_dim = v.shape[2:]
         self.w, self.k, self.v = rows(w), rows(k), rows(v)
         self.alpha, self.beta = alpha.contiguous(), beta.transpose(1, 2).contiguous()
-        self.starts, self.ends = _documents(cu_seqlens, self.seq_len)
+        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         self.scale = scale
         self.configuration: Configuration = configuration(self.key_dim, self.value_dim, v.dtype)
         self.sizes: dict[str, Any] = {
@@ -141,28 +143,26 @@ class _Run:
         }
 
     def write(self, u: Tensor, lse: Tensor | None, inverse: Tensor | None, rest: Tensor | None) -> None:
-        blocks = self.configuration.solve
-        grid, lanes, progress = self._lanes(blocks)
-        write_kernel[grid](
+        blocks, numbers, progress = self._lanes()
+        write_kernel[numbers[0] * numbers[1],](
             self.w,
             self.k,
             self.v,
             self.alpha,
             self.beta,
-            self.starts,
+            blocks,
             u,
             rest,
             lse,
             inverse,
             progress,
             self.seq_len,
-            lanes,
-            self.together(),
+            *numbers,
             self.scale,
             self.w.stride(1),
             self.k.stride(1),
             self.v.stride(1),
-            **self._solving(blocks),
+            **self._solving(),
             LEVELS=self.configuration.block.bit_length() - 1,
         )
 
@@ -170,20 +170,18 @@ class _Run:
         self, grad_u: Tensor, u: Tensor, lse: Tensor, inverse: Tensor, rest: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The gradients of R = diag(alpha) V, V (for each head of w), alpha, and softmax's totals (see `solve`)."""
-        blocks = self.configuration.solve
-        grid, lanes, progress = self._lanes(blocks)
+        blocks, numbers, progress = self._lanes()
         grad_r, grad_v = torch.empty_like(u), torch.empty_like(u)
-        slices = lanes // (self.batch * self.heads)
+        slices = numbers[1] // (self.batch * self.heads)
         partial = (slices,) if slices > 1 else ()
         grad_alpha, totals = (self.beta.new_empty(*partial, *x.shape) for x in (self.alpha, self.beta))
-        solve_kernel[grid](
+        solve_kernel[numbers[0] * numbers[1],](
             self.w,
             self.k,
             self.v,
             self.alpha,
             self.beta,
-            self.starts,
-            self.ends,
+            blocks,
             u,
             rest,
             lse,
@@ -195,13 +193,12 @@ class _Run:
             totals,
             progress,
             self.seq_len,
-            lanes,
-            self.together(),
+            *numbers,
             self.scale,
             self.w.stride(1),
             self.k.stride(1),
             self.v.stride(1),
-            **self._solving(blocks),
+            **self._solving(),
         )
         if slices > 1:
             grad_alpha, totals = grad_alpha.sum(0), totals.sum(0)
@@ -212,11 +209,12 @@ class _Run:
         tiles = self.configuration.rows
         grad_w = u.new_empty(self.batch, self.seq_len, self.heads, self.key_dim)
         grad_beta = torch.empty_like(self.alpha)
-        row_gradients_kernel[self.batch * self.heads * triton.cdiv(self.seq_len, tiles.rows),](
+        blocks, count = self._cut(tiles.rows)
+        row_gradients_kernel[self.batch * self.heads * count,](
             self.w,
             self.k,
             self.beta,
-            self.starts,
+            blocks,
             u,
             lse,
             grad_r,
@@ -224,6 +222,7 @@ class _Run:
             grad_w,
             grad_beta,
             self.seq_len,
+            count,
             self.scale,
             self.w.stride(1),
             self.k.stride(1),
@@ -235,18 +234,19 @@ class _Run:
         """Of k."""
         tiles = self.configuration.keys
         grad_k = u.new_empty(self.batch, self.seq_len, self.groups, self.key_dim)
-        key_gradients_kernel[self.batch * self.groups * triton.cdiv(self.seq_len, tiles.keys),](
+        blocks, count = self._cut(tiles.keys)
+        key_gradients_kernel[self.batch * self.groups * count,](
             self.w,
             self.k,
             self.beta,
-            self.starts,
-            self.ends,
+            blocks,
             u,
             lse,
             grad_r,
             totals,
             grad_k,
             self.seq_len,
+            count,
             self.scale,
             self.w.stride(1),
             self.k.stride(1),
@@ -259,24 +259,36 @@ class _Run:
         num_bytes = self.seq_len * (self.key_dim + self.value_dim) * self.w.element_size()
         return max(_FEWEST_TOGETHER, _CACHE // num_bytes)
 
-    def _lanes(self, blocks: SolveBlocks) -> tuple[tuple[int], int, Tensor]:
-        """The grid of a solve, its lanes, and the counters of its progress."""
-        lanes = self.batch * self.heads * triton.cdiv(self.value_dim, blocks.block_v)
-        grid = (lanes * triton.cdiv(self.seq_len, self.configuration.block),)
-        return grid, lanes, torch.zeros(1 + lanes, dtype=torch.int32, device=self.w.device)
+    def _lanes(self) -> tuple[Tensor | None, tuple[int, int, int, int], Tensor]:
+        """Of a solve: its blocks; the numbers of blocks, lanes, counters of a lane, lanes together; its progress."""
+        blocks, count = self._cut(self.configuration.block)
+        lanes = self.batch * self.heads * triton.cdiv(self.value_dim, self.configuration.solve.block_v)
+        counters = 1 if blocks is None else count
+        progress = torch.zeros(1 + lanes * counters, dtype=torch.int32, device=self.w.device)
+        return blocks, (count, lanes, counters, self.together()), progress
 
-    def _solving(self, blocks: SolveBlocks) -> dict[str, Any]:
-        configuration = self.configuration
+    def _cut(self, size: int) -> tuple[Tensor | None, int]:
+        """The table of the blocks of so many rows, None for a dense batch, and their number in a row of the batch."""
+        count = num_blocks(self.seq_len, self.cu_seqlens, size)
+        if self.cu_seqlens is None:
+            return None, count
+        blocks = self.cu_seqlens.new_empty(count, 3, dtype=torch.int32)
+        documents = self.cu_seqlens.shape[0] - 1
+        cut_kernel[documents,](self.cu_seqlens, blocks, documents, count, size, _DOCUMENTS_AT_ONCE)
+        return blocks, count
+
+    def _solving(self) -> dict[str, Any]:
+        configuration, solve = self.configuration, self.configuration.solve
         return {
             **self.sizes,
             "V_ROW": self.v.stride(0),
-            "BLOCK_V": blocks.block_v,
+            "BLOCK_V": solve.block_v,
             "BLOCK": configuration.block,
             "AHEAD": configuration.ahead,
             "AT_ONCE": configuration.at_once,
-            "STAGES": blocks.stages,
-            "maxnreg": blocks.registers,
-            "num_warps": blocks.warps,
+            "STAGES": solve.stages,
+            "maxnreg": solve.registers,
+            "num_warps": solve.warps,
         }
 
     def _tiled(self, tiles: Tiles) -> dict[str, Any]:
@@ -288,13 +300,3 @@ class _Run:
             "STAGES": tiles.stages,
             "num_warps": tiles.warps,
         }
-
-
-def _documents(cu_seqlens: Tensor | None, seq_len: int) -> tuple[Tensor | None, Tensor | None]:
-    """Where the document of each token starts and ends, [T] int32 each; None for a dense batch."""
-    if cu_seqlens is None:
-        return None, None
-    token = torch.arange(seq_len, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    document = torch.searchsorted(cu_seqlens[1:], token, right=True)
-    bounds = cu_seqlens.to(torch.int32)
-    return bounds[document], bounds[document + 1]

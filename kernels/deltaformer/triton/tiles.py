@@ -50,22 +50,11 @@ def dot(x, y):
 
 
 @triton.jit
-def visible_keys(keys, rows, start, DIAGONAL: tl.constexpr):
-    """Which keys a row sees: those before it in its document, that begins at `start`; None where all.
-
-    Args:
-        keys: their places, which broadcast against those of rows.
-        rows: their places.
-        start: for each row; None in a dense batch.
-        DIAGONAL: whether some of the keys may stand at or after some of the rows.
-    """
+def visible_keys(keys, rows, DIAGONAL: tl.constexpr):
+    """Which keys a row sees, those before it; None, for all, unless DIAGONAL, where keys may stand at or after rows."""
     visible = None
     if DIAGONAL:
         visible = keys < rows
-        if start is not None:
-            visible = visible & (keys >= start)
-    elif start is not None:
-        visible = keys >= start
     return visible
 
 

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from zoo.kernels.deltaformer.triton.dataflow import draw, publish, wait
+from zoo.kernels.deltaformer.triton.documents import place_of_block
 from zoo.kernels.deltaformer.triton.tiles import (
     dot,
-    load_numbers,
     load_rows,
     logit_factor,
     logits_of,
@@ -40,21 +40,23 @@ def add_to_softmax(logits, largest, total):
     return weights, higher, total * correction + tl.sum(weights, 1), correction
 
 
-@triton.jit(do_not_specialize=["seq_len", "num_lanes", "together"])
+@triton.jit(do_not_specialize=["seq_len", "num_blocks", "num_lanes", "num_counters", "together"])
 def write_kernel(
     w,
     k,
     v,
     alpha,
     beta,
-    starts,
+    blocks,
     u,
     rest,
     lse,
     inverse,
     progress,
     seq_len,
+    num_blocks,
     num_lanes,
+    num_counters,
     together,
     scale,
     w_head,
@@ -80,50 +82,46 @@ def write_kernel(
     """One program a block of rows, head of w and slice of d_v."""
     SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     U_ROW: tl.constexpr = HEADS * VALUE_DIM
-    num_blocks = tl.cdiv(seq_len, BLOCK)
-    block, lane, published = draw(progress, num_blocks, num_lanes, together)
+    number, lane = draw(progress, num_blocks, num_lanes, together)
+    document, length, row = place_of_block(blocks, number, seq_len, BLOCK)
+    if row >= length:
+        return
+    block = row // BLOCK
+    published = progress + 1 + lane * num_counters + number - block
     first_value = (lane % SLICES) * BLOCK_V
     at_head = lane // SLICES
     head = at_head % HEADS
     group = (head // REPEAT).to(tl.int64)
-    token_zero = (at_head // HEADS).to(tl.int64) * seq_len
+    token_zero = (at_head // HEADS).to(tl.int64) * seq_len + document
     w += token_zero * W_ROW + head.to(tl.int64) * w_head
     k += token_zero * K_ROW + group * k_head
     v += token_zero * V_ROW + group * v_head
     u += token_zero * U_ROW + head * VALUE_DIM
-    row = block * BLOCK
     index = tl.arange(0, BLOCK)
-    rows = (row + index)[:, None]
-    inside = row + index < seq_len
-    at_rows = at_head.to(tl.int64) * seq_len + row + index
-    query = load_rows(w, row, seq_len, W_ROW, KEY_DIM, BLOCK, BLOCK_K)
+    inside = row + index < length
+    at_rows = at_head.to(tl.int64) * seq_len + document + row + index
+    query = load_rows(w, row, length, W_ROW, KEY_DIM, BLOCK, BLOCK_K)
     strength = tl.load(beta + at_rows, mask=inside, other=0.0)[:, None]
     share = tl.load(alpha + (token_zero + row + index) * HEADS + head, mask=inside, other=0.0)[:, None]
     factor = logit_factor(scale, KAPPA)
-    start = None
-    begin = 0
-    if starts is not None:
-        start = load_numbers(starts, row, seq_len, BLOCK)[:, None]
-        begin = tl.load(starts + row) // BLOCK
-    near = tl.maximum(block - AHEAD, begin)
+    near = tl.maximum(block - AHEAD, 0)
 
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     if KAPPA == "softmax":
         for j in tl.range(near, block + 1, num_stages=STAGES):
-            key = load_rows(k, j * BLOCK, seq_len, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
-            visible = visible_keys((j * BLOCK + index)[None, :], rows, start, True)
+            key = load_rows(k, j * BLOCK, length, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
+            visible = visible_keys((j * BLOCK + index)[None, :], (row + index)[:, None], True)
             _, largest, total, _ = add_to_softmax(logits_of(query, key, factor, visible, KAPPA), largest, total)
 
     done = 0
     read = tl.zeros([BLOCK, BLOCK_V], tl.float32)  # beta times what is read
-    for first in tl.range(begin, near, AT_ONCE):
+    for first in tl.range(0, near, AT_ONCE):
         end = tl.minimum(first + AT_ONCE, near)
         done = wait(published, end, done)
         for j in tl.range(first, end, num_stages=STAGES):
             key = load_rows(k, j * BLOCK, None, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
-            past_visible = visible_keys((j * BLOCK + index)[None, :], rows, start, False)
-            logits = logits_of(query, key, factor, past_visible, KAPPA)
+            logits = logits_of(query, key, factor, None, KAPPA)
             if KAPPA == "softmax":
                 weights, largest, total, correction = add_to_softmax(logits, largest, total)
                 read *= correction[:, None]
@@ -140,8 +138,8 @@ def write_kernel(
             tl.store(lse + at_rows, by_row, mask=inside)
         log_sum = by_row[:, None]
 
-    key = load_rows(k, row, seq_len, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
-    logits = logits_of(query, key, factor, visible_keys((row + index)[None, :], rows, start, True), KAPPA)
+    key = load_rows(k, row, length, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
+    logits = logits_of(query, key, factor, visible_keys(index[None, :], index[:, None], True), KAPPA)
     a = weigh(logits, log_sum, KAPPA, UNIT) * strength
     if KAPPA == "softmax" and query.dtype != tl.float32:
         x = unit_lower_inverse_half(a, BLOCK, LEVELS)
@@ -149,25 +147,22 @@ def write_kernel(
         x = unit_lower_inverse(a, BLOCK, LEVELS)
     x = tl.where(index[:, None] == index[None, :], 0.0, x).to(query.dtype)
     if inverse is not None:
-        at_block = (at_head.to(tl.int64) * num_blocks + block) * (BLOCK * BLOCK)
+        at_block = (at_head.to(tl.int64) * num_blocks + number) * (BLOCK * BLOCK)
         tl.store(inverse + at_block + index[:, None] * BLOCK + index[None, :], x)
-    value = load_rows(v, row, seq_len, V_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
+    value = load_rows(v, row, length, V_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
 
     for j in tl.range(near, block, num_stages=1):
         key = load_rows(k, j * BLOCK, None, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
-        near_visible = visible_keys((j * BLOCK + index)[None, :], rows, start, False)
-        weights = weigh(logits_of(query, key, factor, near_visible, KAPPA), log_sum, KAPPA, UNIT) * strength
+        weights = weigh(logits_of(query, key, factor, None, KAPPA), log_sum, KAPPA, UNIT) * strength
         done = wait(published, j + 1, done)
         past = load_rows(u, j * BLOCK, None, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
         read += dot(weights.to(past.dtype), past)
 
     right = share * value.to(tl.float32) - read
     solved = right + dot(x, right.to(x.dtype))
-    store_rows(u, solved, row, seq_len, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
-    if starts is not None:  # the first block of a document has waited for none
-        wait(published, block, done)
+    store_rows(u, solved, row, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
     publish(published)
     if rest is not None:
         rest += token_zero * U_ROW + head * VALUE_DIM
         lost = solved - solved.to(u.dtype.element_ty).to(tl.float32)
-        store_rows(rest, lost, row, seq_len, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
+        store_rows(rest, lost, row, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)

@@ -1,0 +1,53 @@
+"""Documents cut into blocks of rows, none of which crosses the end of one.
+
+A document is a row of the batch, or a piece of a packed row. A dense batch is cut by arithmetic; for packed sequences a
+small kernel writes a table, whose size does not depend on where documents end: nothing waits for the device.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_documents", "num_blocks"])
+def cut_kernel(cu_seqlens, blocks, num_documents, num_blocks, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The table [num_blocks, 3]: each block's first row, and the first and end row of its document; (0, 0, 0) for none.
+
+    One program a document: it counts the blocks of those before it, then writes its own; the last, what is left.
+    """
+    document = tl.program_id(0)
+    lane = tl.arange(0, AT_ONCE)
+    place = 0
+    for first in range(0, document, AT_ONCE):
+        before = first + lane < document
+        start = tl.load(cu_seqlens + first + lane, mask=before, other=0)
+        end = tl.load(cu_seqlens + first + lane + 1, mask=before, other=0)
+        place += tl.sum(tl.cdiv(end - start, BLOCK).to(tl.int32))
+    start = tl.load(cu_seqlens + document).to(tl.int32)
+    end = tl.load(cu_seqlens + document + 1).to(tl.int32)
+    count = tl.cdiv(end - start, BLOCK)
+    for first in range(0, count, AT_ONCE):
+        entry = blocks + (place + first + lane) * 3
+        own = first + lane < count
+        tl.store(entry, start + (first + lane) * BLOCK, mask=own)
+        tl.store(entry + 1, start, mask=own)
+        tl.store(entry + 2, end, mask=own)
+    if document == num_documents - 1:
+        for first in range((place + count) * 3, num_blocks * 3, AT_ONCE):
+            tl.store(blocks + first + lane, 0, mask=first + lane < num_blocks * 3)
+
+
+@triton.jit
+def place_of_block(blocks, number, seq_len, BLOCK: tl.constexpr):
+    """Of a block: the first row of its document, the document's length, and the block's first row in the document.
+
+    A block that starts where its document ends is none. Without a table the batch is dense.
+    """
+    if blocks is not None:
+        start = tl.load(blocks + number * 3 + 1)
+        length = tl.load(blocks + number * 3 + 2) - start
+        row = tl.load(blocks + number * 3) - start
+    else:
+        start = 0
+        length = seq_len
+        row = number * BLOCK
+    return start, length, row
