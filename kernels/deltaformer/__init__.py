@@ -59,8 +59,8 @@ def deltaformer_write(
     Triton multiplies them as they are and adds in float32. In half precision the weights, times beta if they are not
     softmax's, must fit the dtype; and softmax's inverses of 64 x 64 blocks float16, which they leave where |beta| > 1
     and u grows 10,000-fold within 64 tokens. For the backward it keeps, beside the inputs and u, at most 132 bytes per
-    token and head, and for softmax in half precision what rounding took from u. Two of its runs are bit-identical, and
-    a row of a batch is what it is alone, as a document of a packed row is.
+    head and token of its blocks of 64 or less, and for softmax in half precision what rounding took from u. Two of its
+    runs are bit-identical, and a row of a batch is what it is alone, as a document of a packed row is.
 
     Args:
         w: [B, T, H, D], no size 0, what is compared with the keys; any floating-point dtype and strides, like all.
@@ -79,8 +79,8 @@ def deltaformer_write(
         prefix_lengths: [B] int32 or int64, how many of the S exist in each row, from the first on; None for all. What
             stands in the places of the others has no influence, but must be finite.
         impl: "triton" (CUDA; bf16, fp16 or fp32; D and D_v up to 256; 227 KiB of shared memory, as Hopper has; no
-            prefix), "torch" (chunks in PyTorch) or "reference" (token by token); "auto" is Triton wherever it can. An
-            explicit choice never falls back.
+            prefix), "torch" (chunks in PyTorch) or "reference" (token by token). "auto" is "torch" so far: as
+            they stand, the Triton kernels have not run on a GPU. An explicit choice never falls back.
 
     Returns:
         u [B, T, H, D_v] in the dtype of v.
@@ -116,14 +116,14 @@ def _choose(impl: str, v: Tensor, head_dim: int, prefix_k: Tensor | None) -> _Fo
     Raises:
         ValueError: Triton is asked for, and cannot.
     """
-    if impl == "reference" or impl == "torch":
-        return impl
+    if impl == "reference":
+        return "reference"
+    if impl != "triton":
+        return "torch"
     missing = missing_for_heads(v, D=head_dim, D_v=v.shape[-1]) if prefix_k is None else "a call without a prefix"
-    if missing is None:
-        return "triton"
-    if impl == "triton":
+    if missing is not None:
         raise ValueError(f"impl: 'triton' needs {missing}")
-    return "torch"
+    return "triton"
 
 
 def _check(w: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None) -> None:

@@ -347,23 +347,17 @@ def test_keys_alike(dtype: torch.dtype, cos: float, beta: float | None) -> None:
     check(inputs(200, heads=(1, 1), dims=(32, 32), dtype=dtype, cos=cos, beta=beta), dtype=dtype, bound=bound)
 
 
-@pytest.mark.parametrize("scale", [0.0, -2.0, 8.0])
+@pytest.mark.parametrize("scale", [0.0, -2.0, 4.0])
 @pytest.mark.parametrize("kappa", ["softmax", "exp"])
 def test_scale(scale: float, kappa: str) -> None:
     x = inputs(70, kappa)
     x["beta"] = 0.01 * x["beta"] if kappa == "exp" else x["beta"]
-    scale = scale / 4 if kappa == "exp" else scale
-    check(x, kappa, scale=scale, bound=max(1e-5, weight_error(16 * scale)))
+    check(x, kappa, scale=scale / 2 if kappa == "exp" else scale)
 
 
 def test_logits_that_leave_one_key() -> None:
     """Their exponentials overflow unless the largest is subtracted, and most weights are 0."""
-    check(inputs(130), scale=100.0, bound=weight_error(1600.0))
-
-
-def weight_error(largest_logit: float) -> float:
-    """A few times what the exponential makes of a logit's last bits, as products in three parts of tf32 give it."""
-    return 4 * 2**-21 * abs(largest_logit)
+    check(inputs(130), scale=30.0, bound=1e-3)
 
 
 @pytest.mark.parametrize("pieces", [None, (3, 67)], ids=["dense", "packed"])
@@ -425,5 +419,6 @@ def test_stays_inside_its_memory(
     for memory, size in allocated:
         around = torch.cat([memory[:GUARD], memory[GUARD + size :]])
         assert (around.isnan() | (around == FAR_AWAY)).all()
-    assert len(allocated) >= len(actual)
+    tables = 0 if pieces is None else 1 + save  # of blocks, in each direction
+    assert len(allocated) == (11 if save else 4) + tables
     assert_near(actual, expected if save else {"u": expected["u"]}, 1e-5)

@@ -51,3 +51,16 @@ def place_of_block(blocks, number, seq_len, BLOCK: tl.constexpr):
         length = seq_len
         row = number * BLOCK
     return start, length, row
+
+
+@triton.jit
+def place_of_head(at_head, document, seq_len, HEADS: tl.constexpr, REPEAT: tl.constexpr):
+    """Of a head of w, counted over the batch, in a document that begins at row `document`; all int64.
+
+    Returns:
+        Its number in a row of the batch; that of its keys and values; the document's first token in the batch, and the
+        place of that token where each head has its tokens together.
+    """
+    head = at_head % HEADS
+    token = (at_head // HEADS).to(tl.int64) * seq_len + document
+    return head.to(tl.int64), (head // REPEAT).to(tl.int64), token, at_head.to(tl.int64) * seq_len + document

@@ -10,7 +10,7 @@ apart from those where every key is before every row.
 import triton
 import triton.language as tl
 
-from zoo.kernels.deltaformer.triton.documents import place_of_block
+from zoo.kernels.deltaformer.triton.documents import place_of_block, place_of_head
 from zoo.kernels.deltaformer.triton.tiles import (
     dot,
     load_numbers,
@@ -62,11 +62,8 @@ def row_gradients_kernel(
     document, length, row = place_of_block(blocks, number, seq_len, ROWS)
     if row >= length:
         return
-    head = at_head % HEADS
-    group = (head // REPEAT).to(tl.int64)
-    token_zero = (at_head // HEADS).to(tl.int64) * seq_len + document
-    head_zero = at_head.to(tl.int64) * seq_len + document
-    w += token_zero * W_ROW + head.to(tl.int64) * w_head
+    head, group, token_zero, head_zero = place_of_head(at_head, document, seq_len, HEADS, REPEAT)
+    w += token_zero * W_ROW + head * w_head
     k += token_zero * K_ROW + group * k_head
     u += token_zero * U_ROW + head * VALUE_DIM
     grad_r += token_zero * U_ROW + head * VALUE_DIM

@@ -17,7 +17,7 @@ from zoo.kernels.deltaformer.triton.solve import solve_kernel
 from zoo.kernels.deltaformer.triton.write import write_kernel
 from zoo.kernels.rows import rows
 
-_CACHE = 32 << 20  # bytes of the L2 cache that keys and u may take
+_CACHE_BYTES = 32 << 20  # of the L2 cache, that keys and u may take
 _FEWEST_TOGETHER = 16  # with fewer, programs wait for each other
 _DOCUMENTS_AT_ONCE = 256
 
@@ -128,6 +128,7 @@ class _Run:
         self.w, self.k, self.v = rows(w), rows(k), rows(v)
         self.alpha, self.beta = alpha.contiguous(), beta.transpose(1, 2).contiguous()
         self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+        self.tables: dict[int, Tensor] = {}
         self.scale = scale
         self.configuration: Configuration = configuration(self.key_dim, self.value_dim, v.dtype)
         self.sizes: dict[str, Any] = {
@@ -257,7 +258,7 @@ class _Run:
     def together(self) -> int:
         """Heads and slices that are worked on at a time: so few that their keys and u stay in the L2 cache."""
         num_bytes = self.seq_len * (self.key_dim + self.value_dim) * self.w.element_size()
-        return max(_FEWEST_TOGETHER, _CACHE // num_bytes)
+        return max(_FEWEST_TOGETHER, _CACHE_BYTES // num_bytes)
 
     def _lanes(self) -> tuple[Tensor | None, tuple[int, int, int, int], Tensor]:
         """Of a solve: its blocks; the numbers of blocks, lanes, counters of a lane, lanes together; its progress."""
@@ -272,10 +273,11 @@ class _Run:
         count = num_blocks(self.seq_len, self.cu_seqlens, size)
         if self.cu_seqlens is None:
             return None, count
-        blocks = self.cu_seqlens.new_empty(count, 3, dtype=torch.int32)
-        documents = self.cu_seqlens.shape[0] - 1
-        cut_kernel[documents,](self.cu_seqlens, blocks, documents, count, size, _DOCUMENTS_AT_ONCE)
-        return blocks, count
+        if size not in self.tables:
+            self.tables[size] = self.cu_seqlens.new_empty(count, 3, dtype=torch.int32)
+            documents = self.cu_seqlens.shape[0] - 1
+            cut_kernel[documents,](self.cu_seqlens, self.tables[size], documents, count, size, _DOCUMENTS_AT_ONCE)
+        return self.tables[size], count
 
     def _solving(self) -> dict[str, Any]:
         configuration, solve = self.configuration, self.configuration.solve

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from zoo.kernels.deltaformer.triton.dataflow import draw, publish, wait
-from zoo.kernels.deltaformer.triton.documents import place_of_block
+from zoo.kernels.deltaformer.triton.documents import place_of_block, place_of_head
 from zoo.kernels.deltaformer.triton.tiles import (
     dot,
     load_numbers,
@@ -107,11 +107,8 @@ def solve_kernel(
     published = progress + 1 + lane * num_counters + number - block
     first_value = (lane % SLICES) * BLOCK_V
     at_head = lane // SLICES
-    head = at_head % HEADS
-    group = (head // REPEAT).to(tl.int64)
-    token_zero = (at_head // HEADS).to(tl.int64) * seq_len + document
-    head_zero = at_head.to(tl.int64) * seq_len + document
-    w += token_zero * W_ROW + head.to(tl.int64) * w_head
+    head, group, token_zero, head_zero = place_of_head(at_head, document, seq_len, HEADS, REPEAT)
+    w += token_zero * W_ROW + head * w_head
     k += token_zero * K_ROW + group * k_head
     v += token_zero * V_ROW + group * v_head
     u += token_zero * U_ROW + head * VALUE_DIM

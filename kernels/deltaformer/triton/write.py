@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from zoo.kernels.deltaformer.triton.dataflow import draw, publish, wait
-from zoo.kernels.deltaformer.triton.documents import place_of_block
+from zoo.kernels.deltaformer.triton.documents import place_of_block, place_of_head
 from zoo.kernels.deltaformer.triton.tiles import (
     dot,
     load_rows,
@@ -90,16 +90,14 @@ def write_kernel(
     published = progress + 1 + lane * num_counters + number - block
     first_value = (lane % SLICES) * BLOCK_V
     at_head = lane // SLICES
-    head = at_head % HEADS
-    group = (head // REPEAT).to(tl.int64)
-    token_zero = (at_head // HEADS).to(tl.int64) * seq_len + document
-    w += token_zero * W_ROW + head.to(tl.int64) * w_head
+    head, group, token_zero, head_zero = place_of_head(at_head, document, seq_len, HEADS, REPEAT)
+    w += token_zero * W_ROW + head * w_head
     k += token_zero * K_ROW + group * k_head
     v += token_zero * V_ROW + group * v_head
     u += token_zero * U_ROW + head * VALUE_DIM
     index = tl.arange(0, BLOCK)
     inside = row + index < length
-    at_rows = at_head.to(tl.int64) * seq_len + document + row + index
+    at_rows = head_zero + row + index
     query = load_rows(w, row, length, W_ROW, KEY_DIM, BLOCK, BLOCK_K)
     strength = tl.load(beta + at_rows, mask=inside, other=0.0)[:, None]
     share = tl.load(alpha + (token_zero + row + index) * HEADS + head, mask=inside, other=0.0)[:, None]
