@@ -79,8 +79,8 @@ def deltaformer_write(
         prefix_lengths: [B] int32 or int64, how many of the S exist in each row, from the first on; None for all. What
             stands in the places of the others has no influence, but must be finite.
         impl: "triton" (CUDA; bf16, fp16 or fp32; D and D_v up to 256; 227 KiB of shared memory, as Hopper has; no
-            prefix), "torch" (chunks in PyTorch) or "reference" (token by token). "auto" is "torch" so far: as
-            they stand, the Triton kernels have not run on a GPU. An explicit choice never falls back.
+            prefix), "torch" (chunks in PyTorch), "reference" (token by token), or "auto": Triton where it can, else
+            PyTorch. An explicit choice never falls back.
 
     Returns:
         u [B, T, H, D_v] in the dtype of v.
@@ -116,14 +116,14 @@ def _choose(impl: str, v: Tensor, head_dim: int, prefix_k: Tensor | None) -> _Fo
     Raises:
         ValueError: Triton is asked for, and cannot.
     """
-    if impl == "reference":
-        return "reference"
-    if impl != "triton":
-        return "torch"
+    if impl == "reference" or impl == "torch":
+        return impl
     missing = missing_for_heads(v, D=head_dim, D_v=v.shape[-1]) if prefix_k is None else "a call without a prefix"
-    if missing is not None:
+    if missing is None:
+        return "triton"
+    if impl == "triton":
         raise ValueError(f"impl: 'triton' needs {missing}")
-    return "triton"
+    return "torch"
 
 
 def _check(w: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None) -> None:

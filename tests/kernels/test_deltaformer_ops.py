@@ -368,12 +368,13 @@ def test_what_triton_needs(
         assert deltaformer_write(**x).shape == (3, 7, 4, x["v"].shape[3])
 
 
-def test_auto_is_pytorch_so_far() -> None:
+def test_auto_is_triton_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^impl: 'triton' needs CUDA tensors, got cpu$"):
         deltaformer_write(W, K, V, impl="triton")
     assert deltaformer._choose("auto", V, 6, None) == "torch"
+    monkeypatch.setattr(triton_support, "shared_memory", lambda _: 232_448)
     with FakeTensorMode():
-        assert deltaformer._choose("auto", torch.empty(V.shape, device="cuda"), 6, None) == "torch"
+        assert deltaformer._choose("auto", torch.empty(V.shape, device="cuda"), 6, None) == "triton"
 
 
 @pytest.mark.parametrize("pieces", [None, (5, 0, 65)], ids=["dense", "packed"])

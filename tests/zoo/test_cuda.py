@@ -73,7 +73,7 @@ def test_decoding_in_pieces_equals_one_pass(recipe: str) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("recipe", ["deltanet-swa-tiny", GATED])
+@pytest.mark.parametrize("recipe", ["deltanet-swa-tiny", "deltaformer-tiny", GATED])
 def test_one_cuda_graph_over_lengths(recipe: str) -> None:
     torch.compiler.reset()
     model = build(recipe, device="cuda", seed=0)
