@@ -84,9 +84,9 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
         return Configuration(64, block_k, block_v, solve, tiles, tiles)
     if widest == 128:
         solve = SolveBlocks(block_v, 4, 2)
-        return Configuration(64, block_k, block_v, solve, Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 1))
-    solve = SolveBlocks(block_v, 4, 3, 168)  # so that three programs share a multiprocessor
-    return Configuration(64, block_k, block_v, solve, Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2))
+        return Configuration(64, block_k, block_v, solve, Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2))
+    solve, tiles = SolveBlocks(block_v, 4, 3, 168), Tiles(64, 64, 4, 3)  # three programs share a multiprocessor
+    return Configuration(64, block_k, block_v, solve, tiles, tiles)
 
 
 def num_blocks(seq_len: int, cu_seqlens: Tensor | None, size: int) -> int:

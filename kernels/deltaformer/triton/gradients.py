@@ -163,17 +163,17 @@ def key_gradients_kernel(
                 row = i * ROWS
                 query = load_rows(of_head, row, length, W_ROW, KEY_DIM, ROWS, BLOCK_K)
                 grad = load_rows(grad_r + head * VALUE_DIM, row, length, U_ROW, VALUE_DIM, ROWS, BLOCK_V)
-                strength = load_numbers(beta + head_zero, row, length, ROWS)[None, :]
+                strength = load_numbers(beta + head_zero, row, length, ROWS)[:, None]
                 log_sum = None
                 total = None
                 if KAPPA == "softmax":
-                    log_sum = load_numbers(lse + head_zero, row, length, ROWS)[None, :]
-                    total = load_numbers(totals + head_zero, row, length, ROWS)[None, :]
-                visible = visible_keys(column[:, None], (row + index)[None, :], AFTER == 0)
-                weights = weigh(logits_of(key, query, factor, visible, KAPPA), log_sum, KAPPA, UNIT)
-                pairs = strength * dot(past, tl.trans(grad))
+                    log_sum = load_numbers(lse + head_zero, row, length, ROWS)[:, None]
+                    total = load_numbers(totals + head_zero, row, length, ROWS)[:, None]
+                visible = visible_keys(column[None, :], (row + index)[:, None], AFTER == 0)
+                weights = weigh(logits_of(query, key, factor, visible, KAPPA), log_sum, KAPPA, UNIT)
+                pairs = strength * dot(grad, tl.trans(past))
                 logits = logit_gradient(weights, pairs, total, visible, KAPPA)
-                grad_key += dot(logits.to(query.dtype), query)
+                grad_key += dot(tl.trans(logits.to(query.dtype)), query)
             first = last
             last = tl.cdiv(length, ROWS)
 

@@ -46,9 +46,9 @@ def _transposed_weights(
     query = load_rows(w, row, length, W_ROW, KEY_DIM, BLOCK, BLOCK_K)
     log_sum = None
     if KAPPA == "softmax":
-        log_sum = load_numbers(lse, row, length, BLOCK)[None, :]
-    weights = weigh(logits_of(key, query, factor, None, KAPPA), log_sum, KAPPA, UNIT)
-    return (weights * load_numbers(beta, row, length, BLOCK)[None, :]).to(key.dtype)
+        log_sum = load_numbers(lse, row, length, BLOCK)[:, None]
+    weights = weigh(logits_of(query, key, factor, None, KAPPA), log_sum, KAPPA, UNIT)
+    return tl.trans((weights * load_numbers(beta, row, length, BLOCK)[:, None]).to(key.dtype))
 
 
 @triton.jit(do_not_specialize=["seq_len", "num_blocks", "num_lanes", "num_counters", "together"])
