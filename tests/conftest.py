@@ -1,5 +1,6 @@
 """What all tests share: a fixed seed, one thread for each parallel worker, and a compiler without memories."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -25,3 +26,11 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def give_memory_back() -> Iterator[None]:
+    """On a CUDA device, to the processes beside this one."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -3,10 +3,9 @@
 Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B unless packed).
 """
 
-import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -306,13 +305,6 @@ def test_a_document_does_not_reach_the_others(value: float, segment_length: int 
         assert torch.equal(y[:first], z[:first]), name
         assert torch.equal(y[last:], z[last:]), name
         assert not torch.equal(y[first:last], z[first:last]), name
-
-
-@pytest.fixture
-def give_memory_back() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.usefixtures("give_memory_back")

@@ -191,7 +191,7 @@ def in_groups(chosen: Configuration) -> Configuration:
 @pytest.fixture
 def three_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes are worked on by threes, so that some remain."""
-    monkeypatch.setattr("zoo.kernels.deltaformer.triton.launch._Run.together", lambda _: 3)
+    monkeypatch.setattr("zoo.kernels.deltaformer.triton.launch._Run.together", lambda *_: 3)
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 31, 33, 63, 64, 65, 127, 200])

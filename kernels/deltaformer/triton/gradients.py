@@ -4,7 +4,8 @@
 
 One kernel goes over the keys of a block of rows, the other over the rows that see a block of keys, so that nothing is
 added from two programs at once, and the order of the additions is fixed. Blocks that may hold a row and its own key are
-apart from those where every key is before every row.
+apart from those where every key is before every row. Tiles have rows first in both, so that a thread needs few of the
+numbers that each row has; dk takes its tiles transposed.
 """
 
 import triton

@@ -18,7 +18,7 @@ from zoo.kernels.deltaformer.triton.write import write_kernel
 from zoo.kernels.rows import rows
 
 _CACHE_BYTES = 32 << 20  # of the L2 cache, that keys and u may take
-_FEWEST_TOGETHER = 16  # with fewer, programs wait for each other
+_FEWEST_TOGETHER, _FEWEST_BLOCKS = 6, 1024  # of them: with fewer, programs wait for each other
 _DOCUMENTS_AT_ONCE = 256
 
 
@@ -255,10 +255,10 @@ class _Run:
         )
         return grad_k
 
-    def together(self) -> int:
-        """Heads and slices that are worked on at a time: so few that their keys and u stay in the L2 cache."""
+    def together(self, num_blocks: int) -> int:
+        """Lanes that are worked on at a time: so few that their keys and u stay in the L2 cache, if that is enough."""
         num_bytes = self.seq_len * (self.key_dim + self.value_dim) * self.w.element_size()
-        return max(_FEWEST_TOGETHER, _CACHE_BYTES // num_bytes)
+        return max(_FEWEST_TOGETHER, _FEWEST_BLOCKS // num_blocks, _CACHE_BYTES // num_bytes)
 
     def _lanes(self) -> tuple[Tensor | None, tuple[int, int, int, int], Tensor]:
         """Of a solve: its blocks; the numbers of blocks, lanes, counters of a lane, lanes together; its progress."""
@@ -266,7 +266,7 @@ class _Run:
         lanes = self.batch * self.heads * triton.cdiv(self.value_dim, self.configuration.solve.block_v)
         counters = 1 if blocks is None else count
         progress = torch.zeros(1 + lanes * counters, dtype=torch.int32, device=self.w.device)
-        return blocks, (count, lanes, counters, self.together()), progress
+        return blocks, (count, lanes, counters, self.together(count)), progress
 
     def _cut(self, size: int) -> tuple[Tensor | None, int]:
         """The table of the blocks of so many rows, None for a dense batch, and their number in a row of the batch."""

@@ -42,7 +42,7 @@ def _transposed_weights(
     KAPPA: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """beta_s A_si of a later block of rows s, transposed."""
+    """beta_s A_si of a later block of rows s, transposed: with keys first each thread would need all rows' numbers."""
     query = load_rows(w, row, length, W_ROW, KEY_DIM, BLOCK, BLOCK_K)
     log_sum = None
     if KAPPA == "softmax":
