@@ -120,22 +120,6 @@ def assert_rounded(actual: dict[str, Tensor], expected: dict[str, Tensor], dtype
         assert error <= allowed, f"{name}: error {error:.1e} > {allowed:.1e}, of {float(y.norm()):.1e}"
 
 
-def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    """Every result within `bound` of the expected one, relative to its norm, or to the largest one where that is 0."""
-    assert actual.keys() == expected.keys()
-    largest = max(float(y.double().norm()) for y in expected.values())
-    for name, y in expected.items():
-        norm = float(y.double().norm())
-        error = float((actual[name].double() - y.double()).norm()) / (norm if norm > 1e-9 * largest else largest)
-        assert error <= bound, f"{name}: relative error {error:.1e} > {bound}"
-
-
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, y in expected.items():
-        assert torch.equal(actual[name], y), name
-
-
 def check(x: dict[str, Any]) -> None:
     """u and every gradient, with softmax."""
     assert_rounded(with_gradients(x), exact(x), x["v"].dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from comparing import assert_near
 from torch import Tensor
 
 from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
@@ -67,14 +68,6 @@ def results(function: Callable[..., tuple[Tensor, Tensor]], x: dict[str, Any], *
     loss = (o * weights[0]).sum() + (final_state * weights[1]).sum()
     grads = torch.autograd.grad(loss, [x[name] for name in names])
     return {"o": o, "final_state": final_state, **dict(zip(names, grads, strict=True))}
-
-
-def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    """Every result within `bound` of the expected one, relative to its norm."""
-    assert actual.keys() == expected.keys()
-    for name, y in expected.items():
-        error = (actual[name].double() - y.double()).norm() / y.double().norm().clamp_min(1e-30)
-        assert error <= bound, f"{name}: relative error {error:.1e} > {bound}"
 
 
 def without_state(x: dict[str, Any]) -> dict[str, Any]:

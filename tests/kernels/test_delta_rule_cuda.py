@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, H query heads, G key/value heads, N documents (N = B unless packed).
 """
 
-import importlib
+import gc
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from comparing import LAYOUTS, assert_equal, assert_near, compiled_kernels
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -28,6 +29,7 @@ BOUNDS = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-4}
 ROUNDING = 4e-3  # of bfloat16: two computations that differ by the order of sums
 PIECES = (1, 2, 63, 64, 65, 1000)
 SIZES = (16, 32, 64, 128, 256)
+MODULES = ("chain", "cuts", "decays", "gradients", "prepare", "recurrent", "scan")  # with kernels
 
 
 class Form(NamedTuple):
@@ -105,20 +107,6 @@ def exact(
     return results(changed(x, torch.Tensor.double), function, impl="torch", **options)
 
 
-def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    """Every result within `bound` of the expected one, relative to its norm."""
-    assert actual.keys() == expected.keys()
-    for name, y in expected.items():
-        error = (actual[name].double() - y.double()).norm() / y.double().norm().clamp_min(1e-30)
-        assert error <= bound, f"{name}: relative error {error:.1e} > {bound}"
-
-
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, y in expected.items():
-        assert torch.equal(actual[name], y), name
-
-
 def check(x: dict[str, Any], form: Form, bound: float | None = None, **options: Any) -> None:
     """Forward and every gradient."""
     expected = exact(x, qk_l2norm=form.normalize)
@@ -188,15 +176,6 @@ def test_zeros_have_finite_gradients(form: Form, name: str) -> None:
     x = changed(inputs(150, form), torch.zeros_like, (name,))
     assert all(y.isfinite().all() for y in results(x, qk_l2norm=form.normalize).values())
     check(x, form)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda y: y.transpose(1, 2).contiguous().transpose(1, 2),
-    "strided": lambda y: torch.stack([y, torch.full_like(y, torch.nan)], -1)[..., 0],
-    "sliced": lambda y: torch.cat([torch.full_like(y[..., :1], torch.nan), y], -1)[..., 1:],
-    "expanded": lambda y: y[:, :, :1].expand_as(y),
-    "misaligned": lambda y: torch.cat([y.new_full((1,), torch.nan), y.flatten()])[1:].view_as(y),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -453,14 +432,6 @@ def test_rows_do_not_depend_on_the_batch(segment_length: int | None) -> None:
             assert_equal(alone, expected)
 
 
-def compiled_kernels() -> int:
-    """How many variants of the kernels Triton has compiled in this process, or loaded."""
-    names = ("chain", "cuts", "decays", "gradients", "prepare", "recurrent", "scan")
-    modules = [importlib.import_module(f"zoo.kernels.delta_rule.triton.{name}") for name in names]
-    kernels = {id(y): y for module in modules for y in vars(module).values() if hasattr(y, "device_caches")}
-    return sum(len(cache[0]) for kernel in kernels.values() for cache in kernel.device_caches.values())
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("segment_length", [None, 64, sys.maxsize])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -478,7 +449,7 @@ def test_one_graph_and_no_new_kernels_over_lengths(packed: bool, segment_length:
     assert len(lengths) == 20
     for seq_len in (lengths[0], lengths[-1]):
         loss(arguments(seq_len)).backward()
-    known = compiled_kernels()
+    known = compiled_kernels("zoo.kernels.delta_rule.triton", MODULES)
     assert known
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seq_len in lengths:
@@ -491,7 +462,7 @@ def test_one_graph_and_no_new_kernels_over_lengths(packed: bool, segment_length:
             assert_near(compiled_grads, eager_grads, ROUNDING)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
-    assert compiled_kernels() == known
+    assert compiled_kernels("zoo.kernels.delta_rule.triton", MODULES) == known
 
 
 @pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])
@@ -500,7 +471,7 @@ def test_no_new_kernels_for_one_token_of_another_length(function: Callable[..., 
     for seq_len in (70, 71, 90):
         x = changed(inputs(seq_len, batch=3), lambda y: y[:, -1:], PER_TOKEN)
         results(x, function)
-        counts.append(compiled_kernels())
+        counts.append(compiled_kernels("zoo.kernels.delta_rule.triton", MODULES))
     assert counts == counts[:1] * 3
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from comparing import LAYOUTS, assert_near
 from torch import Tensor
 
 from zoo.kernels.delta_rule.reference import delta_rule_reference
@@ -161,14 +162,6 @@ def kernels(
         assert leaves[4].shape == (beta.shape if g is not None else (0,))
         found |= {name: y for name, y in zip(LEAVES, leaves, strict=True) if name in x}
     return {name: y.double().cpu() for name, y in found.items()}
-
-
-def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    """Every result within `bound` of the expected one, relative to its norm."""
-    assert actual.keys() == expected.keys()
-    for name, y in expected.items():
-        error = (actual[name] - y).norm() / y.norm().clamp_min(1e-30)
-        assert error <= bound, f"{name}: relative error {error:.1e} > {bound}"
 
 
 def check(
@@ -320,15 +313,7 @@ def test_scale(scale: float, segment_length: int | None) -> None:
     check(inputs(200, FORMS["both"]), FORMS["both"], scale=scale, segment_length=segment_length)
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda y: y.transpose(1, 2).contiguous().transpose(1, 2),
-    "strided": lambda y: torch.stack([y, torch.full_like(y, torch.nan)], -1)[..., 0],
-    "sliced": lambda y: torch.cat([torch.full_like(y[..., :1], torch.nan), y], -1)[..., 1:],
-    "misaligned": lambda y: torch.cat([y.new_full((1,), torch.nan), y.flatten()])[1:].view_as(y),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["transposed", "strided", "sliced", "misaligned"])
 @pytest.mark.parametrize("pieces", [None, (3, 67)])
 def test_any_strides(layout: str, pieces: tuple[int, ...] | None) -> None:
     x = inputs(70, FORMS["both"], batch=2 if pieces is None else 1, heads=(4, 2), pieces=pieces)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from comparing import LAYOUTS, assert_equal
 from torch import Tensor
 
 from zoo.kernels.deltaformer import chunk
@@ -143,12 +144,6 @@ def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: f
         norm = norms[name] if norms[name] > 1e-9 * largest else largest
         error = float((actual[name] - y).norm()) / norm
         assert error <= bound, f"{name}: relative error {error:.1e} > {bound}"
-
-
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, y in expected.items():
-        assert torch.equal(actual[name], y), name
 
 
 def check(
@@ -285,15 +280,7 @@ def test_slices_of_values(kappa: str, pieces: tuple[int, ...] | None, configure:
     check(inputs(100, kappa, dims=(16, 40), pieces=pieces), kappa)
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda y: y.transpose(1, 2).contiguous().transpose(1, 2),
-    "strided": lambda y: torch.stack([y, torch.full_like(y, torch.nan)], -1)[..., 0],
-    "sliced": lambda y: torch.cat([torch.full_like(y[..., :1], torch.nan), y], -1)[..., 1:],
-    "misaligned": lambda y: torch.cat([y.new_full((1,), torch.nan), y.flatten()])[1:].view_as(y),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["transposed", "strided", "sliced", "misaligned"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_any_strides(layout: str, batch: int) -> None:
     check(inputs(40, batch=batch, heads=(4, 2)), view=LAYOUTS[layout])

@@ -1,11 +1,11 @@
 """The results of the Deltaformer's Triton kernels on a CUDA device: equal to float64."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from comparing import LAYOUTS, assert_equal, assert_near
 from deltaformer_cases import (
     BF16,
     DEVICE,
@@ -16,8 +16,6 @@ from deltaformer_cases import (
     LEAVES,
     PIECES,
     SIZES,
-    assert_equal,
-    assert_near,
     assert_rounded,
     changed,
     check,
@@ -27,7 +25,6 @@ from deltaformer_cases import (
     upstream,
     with_gradients,
 )
-from torch import Tensor
 
 from zoo.kernels.deltaformer import deltaformer_write
 from zoo.kernels.deltaformer.schedule import Configuration, configuration
@@ -172,15 +169,6 @@ def test_far_and_near_blocks(dtype: torch.dtype, ahead: int, at_once: int, monke
         lambda *sizes: configuration(*sizes)._replace(ahead=ahead, at_once=at_once),
     )
     check(inputs(1000, dtype=dtype))
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda y: y.transpose(1, 2).contiguous().transpose(1, 2),
-    "strided": lambda y: torch.stack([y, torch.full_like(y, torch.nan)], -1)[..., 0],
-    "sliced": lambda y: torch.cat([torch.full_like(y[..., :1], torch.nan), y], -1)[..., 1:],
-    "expanded": lambda y: y[:, :, :1].expand_as(y),
-    "misaligned": lambda y: torch.cat([y.new_full((1,), torch.nan), y.flatten()])[1:].view_as(y),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

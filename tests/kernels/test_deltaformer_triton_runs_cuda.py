@@ -1,6 +1,5 @@
 """How the Deltaformer's Triton kernels run on a CUDA device: bit-identical, compiled, replayed, in little memory."""
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -8,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_equal, assert_near, compiled_kernels
 from deltaformer_cases import (
     BF16,
     DEVICE,
     FP32,
     LEAVES,
     PIECES,
-    assert_equal,
-    assert_near,
     changed,
     check,
     inputs,
@@ -30,6 +28,8 @@ from zoo.kernels.deltaformer import deltaformer_write
 from zoo.kernels.deltaformer.schedule import configuration
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+MODULES = ("write", "solve", "gradients")  # with kernels
 
 
 @pytest.mark.usefixtures("give_memory_back")
@@ -158,14 +158,6 @@ def test_ops_are_sound(kappa1: str, pieces: tuple[int, ...] | None, monkeypatch:
     torch.library.opcheck(backward, (*given, *options))
 
 
-def compiled_kernels() -> int:
-    """How many variants of the kernels Triton has compiled in this process, or loaded."""
-    names = ("write", "solve", "gradients")
-    modules = [importlib.import_module(f"zoo.kernels.deltaformer.triton.{name}") for name in names]
-    kernels = {id(y): y for module in modules for y in vars(module).values() if hasattr(y, "device_caches")}
-    return sum(len(cache[0]) for kernel in kernels.values() for cache in kernel.device_caches.values())
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_one_graph_and_no_new_kernels_over_lengths(packed: bool) -> None:
@@ -181,7 +173,7 @@ def test_one_graph_and_no_new_kernels_over_lengths(packed: bool) -> None:
     assert len(lengths) == 20
     for seq_len in (lengths[0], lengths[-1]):
         loss(arguments(seq_len)).backward()
-    known = compiled_kernels()
+    known = compiled_kernels("zoo.kernels.deltaformer.triton", MODULES)
     assert known
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seq_len in lengths:
@@ -194,7 +186,7 @@ def test_one_graph_and_no_new_kernels_over_lengths(packed: bool) -> None:
             assert_near(compiled_grads, eager_grads, 1e-2)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
-    assert compiled_kernels() == known
+    assert compiled_kernels("zoo.kernels.deltaformer.triton", MODULES) == known
 
 
 def test_what_is_kept_for_the_backward() -> None:

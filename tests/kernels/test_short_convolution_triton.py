@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_near
 from torch import Tensor
 
 from zoo.kernels.short_convolution.reference import short_convolution_reference
@@ -82,14 +83,6 @@ def kernels(
     assert grads[2].shape == (given["bias"].shape if "bias" in x else (0,))
     found = {"y": torch.cat(parts, -1)} | {name: grad for name, grad in zip(LEAVES, grads, strict=True) if name in x}
     return {name: z.double().cpu() for name, z in found.items()}
-
-
-def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    """Every result within `bound` of the expected one, relative to its norm."""
-    assert actual.keys() == expected.keys()
-    for name, y in expected.items():
-        error = (actual[name] - y).norm() / y.norm().clamp_min(1e-30)
-        assert error <= bound, f"{name}: relative error {error:.1e} > {bound}"
 
 
 def check(x: dict[str, Tensor], *, silu: bool = True, dtype: torch.dtype = torch.float32, **options: Any) -> None:
