@@ -47,10 +47,11 @@ def test_head_dims(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     check(inputs(700, dims=dims, dtype=dtype))
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 64), (32, 48)])
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_grouped_heads(dtype: torch.dtype, heads: tuple[int, int]) -> None:
-    check(inputs(700, heads=heads, dtype=dtype))
+def test_grouped_heads(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    check(inputs(700, heads=heads, dims=dims, dtype=dtype))
 
 
 @pytest.mark.parametrize("pieces", [None, (1, 0, 363, 336)], ids=["dense", "packed"])
@@ -158,7 +159,8 @@ def test_every_configuration(
         return chosen._replace(**{name: getattr(chosen, name)._replace(warps=warps) for name in names})
 
     monkeypatch.setattr("zoo.kernels.deltaformer.triton.launch.configuration", with_warps)
-    check(inputs(700, dims=dims, dtype=dtype))
+    for seq_len in (61, 700):
+        check(inputs(seq_len, dims=dims, dtype=dtype))
 
 
 @pytest.mark.parametrize(("ahead", "at_once"), [(1, 1), (1, 8), (2, 3), (8, 2), (100, 1)])

@@ -82,20 +82,20 @@ def row_gradients_kernel(
 
     grad_query = tl.zeros([ROWS, BLOCK_K], tl.float32)
     seen = tl.zeros([ROWS], tl.float32)
-    first = 0
-    last = row // KEYS
-    for DIAGONAL in tl.static_range(2):
-        for j in tl.range(first, last, num_stages=1 + (STAGES - 1) * (1 - DIAGONAL)):
+    first = row // KEYS
+    last = tl.cdiv(tl.minimum(row + ROWS, length), KEYS)
+    for BEFORE in tl.static_range(2):
+        for j in tl.range(first, last, num_stages=1 + (STAGES - 1) * BEFORE):
             key = load_rows(k, j * KEYS, length, K_ROW, KEY_DIM, KEYS, BLOCK_K)
             past = load_rows(u, j * KEYS, length, U_ROW, VALUE_DIM, KEYS, BLOCK_V)
-            visible = visible_keys((j * KEYS + column)[None, :], index[:, None], DIAGONAL)
+            visible = visible_keys((j * KEYS + column)[None, :], index[:, None], BEFORE == 0)
             weights = weigh(logits_of(query, key, factor, visible, KAPPA), log_sum, KAPPA, UNIT)
             pairs = dot(grad, tl.trans(past))
             seen += tl.sum(weights * pairs, 1)
             logits = logit_gradient(weights, strength * pairs, total, visible, KAPPA)
             grad_query += dot(logits.to(key.dtype), key)
-        first = last
-        last = tl.cdiv(tl.minimum(row + ROWS, length), KEYS)
+        last = first
+        first = 0
 
     grad_w += token_zero * (HEADS * KEY_DIM) + head * KEY_DIM
     store_rows(grad_w, grad_query * -scale, row, length, HEADS * KEY_DIM, KEY_DIM, ROWS, BLOCK_K)

@@ -139,12 +139,12 @@ def solve_kernel(
     at_block = (at_head.to(tl.int64) * num_blocks + number) * (BLOCK * BLOCK)
     x = tl.load(inverse + at_block + index[None, :] * BLOCK + index[:, None])
     given = load_rows(grad_u, row, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
-    for n in tl.range(near, last - block, num_stages=1):
-        at = (last - n) * BLOCK
+    for i in tl.range(tl.maximum(last - block - near, 1), num_stages=1):  # not empty (see `tiles`)
+        at = tl.maximum(last - near - i, block + 1) * BLOCK
         weights = _transposed_weights(
             key, w, lse, beta, at, length, factor, W_ROW, KEY_DIM, BLOCK_K, BLOCK, KAPPA, UNIT
         )
-        done = wait(published, n + 1, done)
+        done = wait(published, tl.minimum(near + i + 1, last - block), done)
         later += dot(weights, load_rows(grad_r, at, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value))
 
     right = given.to(tl.float32) - later

@@ -149,11 +149,13 @@ def write_kernel(
         tl.store(inverse + at_block + index[:, None] * BLOCK + index[None, :], x)
     value = load_rows(v, row, length, V_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
 
-    for j in tl.range(near, block, num_stages=1):
-        key = load_rows(k, j * BLOCK, None, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
-        weights = weigh(logits_of(query, key, factor, None, KAPPA), log_sum, KAPPA, UNIT) * strength
-        done = wait(published, j + 1, done)
-        past = load_rows(u, j * BLOCK, None, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
+    for i in tl.range(tl.maximum(block - near, 1), num_stages=1):  # not empty (see `tiles`)
+        at = (near + i) * BLOCK
+        key = load_rows(k, at, row, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
+        visible = (at + index < row)[None, :]
+        weights = weigh(logits_of(query, key, factor, visible, KAPPA), log_sum, KAPPA, UNIT) * strength
+        done = wait(published, tl.minimum(near + i + 1, block), done)
+        past = load_rows(u, at, row, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
         read += dot(weights.to(past.dtype), past)
 
     right = share * value.to(tl.float32) - read
