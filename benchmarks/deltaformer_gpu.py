@@ -268,7 +268,7 @@ def errors() -> dict[str, Any]:
             verdict("u over rounding", rounded(max(written)), MAX_U_RATIO, least=False),
             *(
                 verdict(
-                    f"{name}, above their limits: over PyTorch",
+                    f"above limits, over PyTorch: {name}",
                     rounded(max(found, default=0.0)),
                     MAX_PYTORCH_RATIO,
                     least=False,
