@@ -1,6 +1,7 @@
 """What `deltaformer_gpu.py` calls: the mixer's op and its stages, its peers, inputs, and errors.
 
-A key is compared with the keys before it ("kk"), as in FLA. All sides get the same tensors, alpha and beta in bf16 too.
+A key is compared with the keys before it ("kk"), the mixer's default; where FLA is beside it a query ("qk"), as FLA
+does. All sides get the same tensors, alpha and beta in bf16 too.
 
 Shapes: B batch, T tokens, H heads, D head dimension of keys and values.
 """
@@ -29,19 +30,21 @@ EXACT: Write = partial(deltaformer_write, impl="torch")  # of float64
 
 
 def write_rule(write: Write) -> Rule:
-    """The write alone."""
+    """The write alone; of keys, or of queries if there are any."""
 
-    def rule(k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor | None = None) -> tuple[Tensor, None]:
-        return write(k, k, v, alpha, beta), None
+    def rule(
+        k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor | None = None, q: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        return write(k if q is None else q, k, v, alpha, beta), None
 
     return rule
 
 
-def op_rule(write: Write) -> Rule:
-    """The write and the read."""
+def op_rule(write: Write, *, by_query: bool = False) -> Rule:
+    """The write, of keys or of queries, and the read."""
 
     def rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor | None = None) -> tuple[Tensor, None]:
-        return attention(q, k, write(k, k, v, alpha, beta)), None
+        return attention(q, k, write(q if by_query else k, k, v, alpha, beta)), None
 
     return rule
 
@@ -99,16 +102,18 @@ def make_hard(case: str, length: int, head_dim: int) -> Inputs:
     return {name: x.requires_grad_() for name, x in inputs.items()}
 
 
-def results(write: Write, inputs: Inputs, gradients: list[Tensor]) -> dict[str, Tensor]:
+def results(write: Write, inputs: Inputs, gradients: list[Tensor], *, by_query: bool = False) -> dict[str, Tensor]:
     """u, o, and the gradient of every input."""
-    u, _ = forward(write_rule(write), {name: x for name, x in inputs.items() if name != "q"}, [])
-    return {"u": u} | forward_backward(op_rule(write), inputs, gradients)
+    u, _ = forward(write_rule(write), {name: x for name, x in inputs.items() if by_query or name != "q"}, [])
+    return {"u": u} | forward_backward(op_rule(write, by_query=by_query), inputs, gradients)
 
 
-def exact_results(write: Write, inputs: Inputs, gradients: list[Tensor], heads: int | None = None) -> Inputs:
+def exact_results(
+    write: Write, inputs: Inputs, gradients: list[Tensor], heads: int | None = None, *, by_query: bool = False
+) -> Inputs:
     """The same in float64, of the first row's first heads. What is 0 but for float64's own rounding is 0."""
     doubles = {name: x.detach().double().requires_grad_() for name, x in cut(inputs, heads).items()}
-    found = results(write, doubles, [x[:1, :, :heads].double() for x in gradients])
+    found = results(write, doubles, [x[:1, :, :heads].double() for x in gradients], by_query=by_query)
     return {name: x if x.square().mean().sqrt() > 1e-12 else torch.zeros_like(x) for name, x in found.items()}
 
 

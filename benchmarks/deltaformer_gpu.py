@@ -4,8 +4,9 @@
     python benchmarks/deltaformer_gpu.py ops model --compile-ahead --out results   # these; the file keeps the others
 
 GPU time is that of CUDA graph replays. Eager time is a call's, with what the host takes, after a flush of the L2 cache:
-FLA, which loops over rows and chunks in Python, has this alone. The write is the Triton one, with softmax; the read is
-the mixer's. cuDNN's attention has the same q, k and v, as [B, H, T, D].
+FLA, which loops over rows and chunks in Python, has this alone. Its write is of queries, and so is ours where they are
+compared; elsewhere it is of keys. Our write is the Triton one, with softmax; the read is the mixer's. cuDNN's attention
+has the same q, k and v, as [B, H, T, D].
 
 Shapes: B batch, T tokens, H heads, D head dimension of keys and values.
 """
@@ -134,26 +135,27 @@ def probe_fla(inputs: Inputs, gradients: list[Tensor]) -> Rule | None:
 
 
 def measure(cases: dict[str, Case], fla: Rule | None) -> dict[str, Any]:
-    """GPU milliseconds of the cases, eager ones of the op and FLA, and their ratios, for both steps."""
+    """GPU milliseconds of the cases, eager ones of the op, of queries too, and of FLA, and ratios, for both steps."""
     _, inputs, gradients = cases["op"]
+    eager_rules = {"op": op_rule(OURS), "op, queries": op_rule(OURS, by_query=True)}
     found: dict[str, Any] = {}
     for name, step in STEPS.items():
         calls = {side: partial(step, *case) for side, case in cases.items()}
         method, gpu = gpu_times(calls)
-        eager = {"op": spread(call_ms(calls["op"]))}
+        eager = {side: spread(call_ms(partial(step, rule, inputs, gradients))) for side, rule in eager_rules.items()}
         row: dict[str, Any] = {"gpu_method": method, "gpu_ms": gpu, "eager_ms": eager}
         row["gpu_over_cudnn"] = rounded(gpu["op"]["median"] / gpu["cudnn"]["median"])
         if fla is not None:
             eager["fla"] = spread(call_ms(partial(step, fla, inputs, gradients), rep=FLA_REP))
-            row["eager_speedup"] = rounded((eager["fla"]["median"] or 0) / (eager["op"]["median"] or math.inf))
+            row["eager_speedup"] = rounded((eager["fla"]["median"] or 0) / (eager["op, queries"]["median"] or math.inf))
         found[name] = row
     return found
 
 
 def compare(inputs: Inputs, gradients: list[Tensor], fla: Rule | None) -> dict[str, Any]:
-    """Errors of the first heads of the first row against float64, beside those of rounding, and FLA's."""
-    exact = exact_results(EXACT, inputs, gradients, CHECKED_HEADS)
-    errors = {"ours": relative_errors(cut(results(OURS, inputs, gradients), CHECKED_HEADS), exact)}
+    """Errors with queries, of the first heads of the first row against float64, beside those of rounding, and FLA's."""
+    exact = exact_results(EXACT, inputs, gradients, CHECKED_HEADS, by_query=True)
+    errors = {"ours": relative_errors(cut(results(OURS, inputs, gradients, by_query=True), CHECKED_HEADS), exact)}
     errors["rounding"] = rounding_errors(exact)
     errors["over_rounding"] = ratios(errors["ours"], errors["rounding"])
     if fla is not None:
@@ -166,7 +168,8 @@ def ops() -> dict[str, Any]:
     """Time and errors, forward and with the backward, at four shapes, beside cuDNN's attention and FLA; the write."""
     shapes = []
     sides = ("cudnn", "write", "read", "op")
-    show("ms, B T H D", "", *(f"{side} GPU" for side in sides), "over cudnn", "op eager", "fla eager", "speedup")
+    heads = *(f"{side} GPU" for side in sides), "over cudnn", "op eager", "of queries", "fla eager", "speedup"
+    show("ms, B T H D", "", *heads)
     for shape, targets in TARGETS.items():
         inputs = make_inputs(shape)
         gradients = make_gradients(inputs)
@@ -176,7 +179,7 @@ def ops() -> dict[str, Any]:
         for step in STEPS:
             figures = row[step]
             gpu = [figures["gpu_ms"][side]["median"] for side in sides]
-            eager = [figures["eager_ms"].get(side, {}).get("median") for side in ("op", "fla")]
+            eager = [figures["eager_ms"].get(side, {}).get("median") for side in ("op", "op, queries", "fla")]
             label = step.replace("_backward", "+bwd")
             show(f"{shape}", label, *gpu, figures["gpu_over_cudnn"], *eager, figures.get("eager_speedup"))
         row["errors"] = compare(inputs, gradients, fla)
