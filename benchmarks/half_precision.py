@@ -79,9 +79,10 @@ class _HalfWrite(torch.autograd.Function):
         with torch.enable_grad():
             logits = _logits(w, k, ctx.scale).requires_grad_()
             weights = weigh(logits, hidden, ctx.kappa1, ctx.decimals)
+        transposed = (beta * weights.detach()).mT
         solved = torch.zeros_like(v, dtype=torch.float32)
         for rows, inverse in reversed(list(zip(_blocks(v), inverses, strict=True))):
-            later = (beta * weights.detach())[..., rows.stop :, rows].mT
+            later = transposed[..., rows, rows.stop :]
             right = grad_u[..., rows, :].float() - _product(later, solved[..., rows.stop :, :], half)
             solved[..., rows, :] = right + _product(inverse.mT, right, half)
         kept = solved.to(half).float()

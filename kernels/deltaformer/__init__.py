@@ -57,10 +57,11 @@ def deltaformer_write(
     few strips [B, H, 64, S + T] beside the inputs in that dtype and the outputs.
 
     Triton multiplies them as they are and adds in float32. In half precision the weights, times beta if they are not
-    softmax's, must fit the dtype; and softmax's inverses of 64 x 64 blocks float16, which they leave where |beta| > 1
-    and u grows 10,000-fold within 64 tokens. For the backward it keeps, beside the inputs and u, at most 132 bytes per
-    head and token of its blocks of 64 or less, and for softmax in half precision what rounding took from u. Two of its
-    runs are bit-identical, and a row of a batch is what it is alone, as a document of a packed row is.
+    softmax's, and the gradients of the logits must fit the dtype; and softmax's inverses of 64 x 64 blocks float16,
+    which they leave where |beta| > 1 and u grows 10,000-fold within 64 tokens. For the backward it keeps, beside the
+    inputs and u, at most 132 bytes per head and row of its blocks of 64 or less, the last filled up, and for softmax as
+    much as u again. Two of its runs are bit-identical, a row of a batch is what it is alone, and a document of a packed
+    row what it is in a row of its own.
 
     Args:
         w: [B, T, H, D], no size 0, what is compared with the keys; any floating-point dtype and strides, like all.

@@ -101,7 +101,8 @@ def saved_shapes(
     """Shape and dtype of what the forward leaves for the backward; of size 0 what that does not need, or unless `save`.
 
     For softmax the log-sum-exp of each row, [B, H, T] fp32; the inverses of the diagonal blocks, [B, H, M * C, C] in
-    the dtype of v for M blocks of C rows; for softmax in half precision what rounding took from u, [B, T, H, D_v].
+    the dtype of v for M blocks of C rows; for softmax what rounding took from u, [B, T, H, D_v], or in float32 what the
+    memory returned, alpha v - u.
 
     Args:
         w: [B, T, H, D].
@@ -118,5 +119,5 @@ def saved_shapes(
     return [
         ((batch, heads, seq_len) if normalized else (0,), torch.float32),
         (inverse if save else (0,), v.dtype),
-        (rest if normalized and v.dtype != torch.float32 else (0,), v.dtype),
+        (rest if normalized else (0,), v.dtype),
     ]

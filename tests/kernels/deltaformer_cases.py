@@ -116,7 +116,7 @@ def assert_rounded(
     largest = max(float(y.norm()) for y in expected.values())
     for name, y in expected.items():
         if y.norm() <= 1e-9 * largest:
-            allowed = largest * (FLOAT32_BOUND if dtype == FP32 else torch.finfo(dtype).eps)
+            allowed = largest * (FLOAT32_BOUND if dtype == FP32 else torch.finfo(dtype).eps / 2)
         elif dtype == FP32:
             allowed = FLOAT32_BOUND * float(y.norm())
         else:

@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_documents", "num_blocks"])
-def cut_kernel(cu_seqlens, blocks, num_documents, num_blocks, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
+@triton.jit(do_not_specialize=["num_documents", "num_blocks", "seq_len"])
+def cut_kernel(cu_seqlens, blocks, num_documents, num_blocks, seq_len, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
     """The table [num_blocks, 3]: each block's first row, and the first and end row of its document; (0, 0, 0) for none.
 
-    One program a document: it counts the blocks of those before it, then writes its own; the last, what is left.
+    One program a document: it counts the blocks of those before it, then writes its own; the last, what is left. Of
+    ends that nobody has checked none leads out of the table, or out of the row.
     """
     document = tl.program_id(0)
     lane = tl.arange(0, AT_ONCE)
@@ -21,13 +22,13 @@ def cut_kernel(cu_seqlens, blocks, num_documents, num_blocks, BLOCK: tl.constexp
         before = first + lane < document
         start = tl.load(cu_seqlens + first + lane, mask=before, other=0)
         end = tl.load(cu_seqlens + first + lane + 1, mask=before, other=0)
-        place += tl.sum(tl.cdiv(end - start, BLOCK).to(tl.int32))
-    start = tl.load(cu_seqlens + document).to(tl.int32)
-    end = tl.load(cu_seqlens + document + 1).to(tl.int32)
-    count = tl.cdiv(end - start, BLOCK)
+        place += tl.sum(tl.cdiv(tl.maximum(end - start, 0), BLOCK).to(tl.int32))
+    start = tl.maximum(tl.load(cu_seqlens + document).to(tl.int32), 0)
+    end = tl.minimum(tl.load(cu_seqlens + document + 1).to(tl.int32), seq_len)
+    count = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
     for first in range(0, count, AT_ONCE):
         entry = blocks + (place + first + lane) * 3
-        own = first + lane < count
+        own = (first + lane < count) & (place + first + lane < num_blocks)
         tl.store(entry, start + (first + lane) * BLOCK, mask=own)
         tl.store(entry + 1, start, mask=own)
         tl.store(entry + 2, end, mask=own)

@@ -18,7 +18,7 @@ from zoo.kernels.deltaformer.triton.write import write_kernel
 from zoo.kernels.rows import rows
 
 _CACHE_BYTES = 32 << 20  # of the L2 cache, that keys and u may take
-_FEWEST_TOGETHER, _FEWEST_BLOCKS = 6, 1024  # of them: with fewer, programs wait for each other
+_FEWEST_LANES, _FEWEST_BLOCKS = 6, 1024  # worked on at a time: with fewer, programs wait for each other
 _DOCUMENTS_AT_ONCE = 256
 
 
@@ -51,7 +51,8 @@ def write_forward(
 
     Returns:
         u [B, T, H, D_v] in the dtype of v, and for the backward what `saved_shapes` lists: the log-sum-exp of softmax's
-        rows to the base 2, (I + diag(beta) A_i)^-1 - I of the diagonal blocks, and what rounding took from u.
+        rows to the base 2, (I + diag(beta) A_i)^-1 - I of the diagonal blocks, and what rounding took from u or, in
+        float32, alpha v - u.
     """
     run = _Run(w, k, v, alpha, beta, cu_seqlens, kappa1, round_decimals, scale)
     u = v.new_empty(*w.shape[:3], v.shape[3])
@@ -99,7 +100,7 @@ def write_backward(
         The gradients of w, k, v, alpha, and beta.
     """
     run = _Run(w, k, v, alpha, beta, cu_seqlens, kappa1, round_decimals, scale)
-    grad_r, grad_v, grad_alpha, totals = run.solve(grad_u.contiguous(), u, lse, inverse, rest if rest.numel() else None)
+    grad_r, grad_v, grad_alpha, totals = run.solve(grad_u.contiguous(), u, lse, inverse, rest)
     grad_w, grad_beta = run.row_gradients(u, lse, grad_r, totals)
     grad_k = run.key_gradients(u, lse, grad_r, totals)
     repeat = w.shape[2] // k.shape[2]
@@ -168,7 +169,7 @@ class _Run:
         )
 
     def solve(
-        self, grad_u: Tensor, u: Tensor, lse: Tensor, inverse: Tensor, rest: Tensor | None
+        self, grad_u: Tensor, u: Tensor, lse: Tensor, inverse: Tensor, rest: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The gradients of R = diag(alpha) V, V (for each head of w), alpha, and softmax's totals (see `solve`)."""
         blocks, numbers, progress = self._lanes()
@@ -255,10 +256,10 @@ class _Run:
         )
         return grad_k
 
-    def together(self, num_blocks: int) -> int:
-        """Lanes that are worked on at a time: so few that their keys and u stay in the L2 cache, if that is enough."""
+    def together(self, lanes: int, blocks: int) -> int:
+        """Of so many lanes, how many are worked on at a time: what the L2 cache holds, if that is enough."""
         num_bytes = self.seq_len * (self.key_dim + self.value_dim) * self.w.element_size()
-        return max(_FEWEST_TOGETHER, _FEWEST_BLOCKS // num_blocks, _CACHE_BYTES // num_bytes)
+        return min(lanes, max(_FEWEST_LANES, _FEWEST_BLOCKS // blocks, _CACHE_BYTES // num_bytes))
 
     def _lanes(self) -> tuple[Tensor | None, tuple[int, int, int, int], Tensor]:
         """Of a solve: its blocks; the numbers of blocks, lanes, counters of a lane, lanes together; its progress."""
@@ -266,7 +267,7 @@ class _Run:
         lanes = self.batch * self.heads * triton.cdiv(self.value_dim, self.configuration.solve.block_v)
         counters = 1 if blocks is None else count
         progress = torch.zeros(1 + lanes * counters, dtype=torch.int32, device=self.w.device)
-        return blocks, (count, lanes, counters, self.together(count)), progress
+        return blocks, (count, lanes, counters, self.together(lanes, count)), progress
 
     def _cut(self, size: int) -> tuple[Tensor | None, int]:
         """The table of the blocks of so many rows, None for a dense batch, and their number in a row of the batch."""
@@ -276,7 +277,9 @@ class _Run:
         if size not in self.tables:
             self.tables[size] = self.cu_seqlens.new_empty(count, 3, dtype=torch.int32)
             documents = self.cu_seqlens.shape[0] - 1
-            cut_kernel[documents,](self.cu_seqlens, self.tables[size], documents, count, size, _DOCUMENTS_AT_ONCE)
+            cut_kernel[documents,](
+                self.cu_seqlens, self.tables[size], documents, count, self.seq_len, size, _DOCUMENTS_AT_ONCE
+            )
         return self.tables[size], count
 
     def _solving(self) -> dict[str, Any]:

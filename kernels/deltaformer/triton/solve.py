@@ -7,7 +7,8 @@ blocks are kept. From dR follow dV = diag(alpha) dR, dalpha_t = dr_t . v_t, and 
 
     beta_t sum_i A_ti dr_t . u_i = dr_t . (alpha_t v_t - u_t)
 
-for which u is wanted as it was before it was rounded: what rounding takes from it would act on all keys of a row alike.
+for which the forward keeps what rounding took from u, in float32 alpha_t v_t - u_t itself: an error in it would act on
+all keys of a row alike.
 """
 
 import triton
@@ -139,7 +140,9 @@ def solve_kernel(
     at_block = (at_head.to(tl.int64) * num_blocks + number) * (BLOCK * BLOCK)
     x = tl.load(inverse + at_block + index[None, :] * BLOCK + index[:, None])
     given = load_rows(grad_u, row, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
-    for i in tl.range(tl.maximum(last - block - near, 1), num_stages=1):  # not empty (see `tiles`)
+    for i in tl.range(
+        tl.maximum(last - block - near, 1), num_stages=1
+    ):  # once past the end if it is the last: see `tiles`
         at = tl.maximum(last - near - i, block + 1) * BLOCK
         weights = _transposed_weights(
             key, w, lse, beta, at, length, factor, W_ROW, KEY_DIM, BLOCK_K, BLOCK, KAPPA, UNIT
@@ -158,10 +161,11 @@ def solve_kernel(
     at_slice = (lane % SLICES) * (num_lanes // SLICES).to(tl.int64) * seq_len
     tl.store(grad_alpha + at_slice + (token_zero + row + index) * HEADS + head, tl.sum(solved * value, 1), mask=inside)
     if KAPPA == "softmax":
-        result = load_rows(u, row, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value).to(tl.float32)
-        if rest is not None:
-            rest += token_zero * U_ROW + head * VALUE_DIM
-            result += load_rows(rest, row, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value).to(tl.float32)
+        rest += token_zero * U_ROW + head * VALUE_DIM
+        taken = load_rows(rest, row, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value).to(tl.float32)
+        if u.dtype.element_ty != tl.float32:
+            taken += load_rows(u, row, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value).to(tl.float32)
+            taken = share * value - taken
         stored = solved.to(grad_r.dtype.element_ty).to(tl.float32)
-        total = tl.sum(stored * (share * value - result), 1)
+        total = tl.sum(stored * taken, 1)
         tl.store(totals + at_slice + head_zero + row + index, total, mask=inside)

@@ -1,8 +1,8 @@
 """Parts that the kernels share: blocks of rows, which keys they see, logits, and kappa of them.
 
-Where a kernel multiplies matrices in a loop and again after it, the loop is never empty. For what both multiply from
-one place in shared memory, ptxas 12.8 (of Triton 3.6) has made the second's descriptors before the loop, and where the
-loop was skipped left them undefined.
+Where a kernel multiplies matrices in a loop and then again outside of one, the loop is never empty. For what both take
+from one place in shared memory, ptxas 12.8 (of Triton 3.6) has made the second's descriptors before the loop, and where
+the loop was skipped left them undefined.
 """
 
 import triton

@@ -149,7 +149,9 @@ def write_kernel(
         tl.store(inverse + at_block + index[:, None] * BLOCK + index[None, :], x)
     value = load_rows(v, row, length, V_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
 
-    for i in tl.range(tl.maximum(block - near, 1), num_stages=1):  # not empty (see `tiles`)
+    for i in tl.range(
+        tl.maximum(block - near, 1), num_stages=1
+    ):  # once with nothing visible if block is 0: see `tiles`
         at = (near + i) * BLOCK
         key = load_rows(k, at, row, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
         visible = (at + index < row)[None, :]
@@ -159,10 +161,14 @@ def write_kernel(
         read += dot(weights.to(past.dtype), past)
 
     right = share * value.to(tl.float32) - read
-    solved = right + dot(x, right.to(x.dtype))
+    own = dot(x, right.to(x.dtype))
+    solved = right + own
     store_rows(u, solved, row, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
     publish(published)
     if rest is not None:
         rest += token_zero * U_ROW + head * VALUE_DIM
-        lost = solved - solved.to(u.dtype.element_ty).to(tl.float32)
+        if u.dtype.element_ty == tl.float32:
+            lost = read - own
+        else:
+            lost = solved - solved.to(u.dtype.element_ty).to(tl.float32)
         store_rows(rest, lost, row, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
