@@ -258,8 +258,11 @@ class _Run:
 
     def together(self, lanes: int, blocks: int) -> int:
         """Of so many lanes, how many are worked on at a time: what the L2 cache holds, if that is enough."""
-        num_bytes = self.seq_len * (self.key_dim + self.value_dim) * self.w.element_size()
-        return min(lanes, max(_FEWEST_LANES, _FEWEST_BLOCKS // blocks, _CACHE_BYTES // num_bytes))
+        documents = (
+            1 if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        )  # of the same length, for all we know
+        num_bytes = triton.cdiv(self.seq_len, documents) * (self.key_dim + self.value_dim) * self.w.element_size()
+        return min(lanes, max(_FEWEST_LANES, _FEWEST_BLOCKS * documents // blocks, _CACHE_BYTES // num_bytes))
 
     def _lanes(self) -> tuple[Tensor | None, tuple[int, int, int, int], Tensor]:
         """Of a solve: its blocks; the numbers of blocks, lanes, counters of a lane, lanes together; its progress."""
