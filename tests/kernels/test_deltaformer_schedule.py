@@ -26,7 +26,7 @@ def test_configurations(dtype: torch.dtype) -> None:
             chosen = configuration(key_dim, value_dim, dtype)
             distinct.add(chosen)
             assert chosen.block_k == next_power_of_two(key_dim)
-            least = 64 if dtype != torch.float32 and max(key_dim, value_dim) > 128 else 16
+            least = 16 if dtype == torch.float32 else 64
             assert chosen.block_v == max(least, next_power_of_two(value_dim))
             assert min(chosen.ahead, chosen.at_once) >= 1
             tiles = chosen.rows, chosen.keys
