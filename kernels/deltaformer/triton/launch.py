@@ -258,9 +258,8 @@ class _Run:
 
     def together(self, lanes: int, blocks: int) -> int:
         """Of so many lanes, how many are worked on at a time: what the L2 cache holds, if that is enough."""
-        documents = (
-            1 if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        )  # of the same length, for all we know
+        # Of the same length, for all that is known here.
+        documents = 1 if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         num_bytes = triton.cdiv(self.seq_len, documents) * (self.key_dim + self.value_dim) * self.w.element_size()
         return min(lanes, max(_FEWEST_LANES, _FEWEST_BLOCKS * documents // blocks, _CACHE_BYTES // num_bytes))
 
