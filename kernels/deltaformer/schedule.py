@@ -77,7 +77,7 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
         block, warps = (32, 4) if widest <= 128 else (16, 8)
         solve, tiles = SolveBlocks(min(block_v, 64), warps, 1), Tiles(block, block, 8, 1)
         return Configuration(block, block_k, block_v, solve, tiles, tiles)
-    # Narrower ones the loops over far blocks share with later products (see `tiles`).
+    # Loops over far blocks would share the place of narrower values with later products (see `tiles`).
     block_v = max(block_v, 64)
     if widest > 128:
         solve, tiles = SolveBlocks(min(block_v, 128), 4, 1), Tiles(64, 64, 8, 1)

@@ -25,8 +25,8 @@ def unit_lower_inverse(a, SIZE: tl.constexpr, LEVELS: tl.constexpr):
 def unit_lower_inverse_half(a, SIZE: tl.constexpr, LEVELS: tl.constexpr):
     """The same with float16 products, which what they make must fit, and a Newton step X + (I - X (I + a)) X.
 
-    The step squares their error; without it they are 1e-2 off where rows of a add up to 2. In the residual a is the sum
-    of two float16 numbers, and X is exact.
+    The step squares their error, which would be a hundred times as large and more. In the residual a is the sum of two
+    float16 numbers, and X is exact.
     """
     index = tl.arange(0, SIZE)
     apart = index[:, None] ^ index[None, :]

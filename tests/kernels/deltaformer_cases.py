@@ -20,7 +20,7 @@ LEAVES: tuple[str, ...] = ("w", "k", "v", "alpha", "beta")
 PIECES = (1, 63, 64, 65, 1000)
 SIZES = (16, 32, 64, 128, 256)
 FLOAT32_BOUND = 1e-4
-# What the errors may be, in those that rounding the exact results makes; or, but for softmax's u, of `half_write`.
+# What errors may be, in those that rounding the exact results makes; or of `half_write`, but for u that has bounds.
 ROUNDINGS = {"u": 1.5, "w": 3.0, "k": 3.0, "v": 3.0, "alpha": 3.0, "beta": 7.0}
 IN_PYTORCH = 1.2
 
@@ -132,12 +132,12 @@ def check(x: dict[str, Any]) -> None:
 
 
 def check_hard(x: dict[str, Any], **options: Any) -> None:
-    """u and every gradient; all but softmax's u may also be about as far off as the same formulas in PyTorch."""
+    """u and every gradient; all but a u with bounds may also be about as far off as the same formulas in PyTorch."""
     dtype, expected = x["v"].dtype, exact(x, **options)
     alternatives: dict[str, float] = {}
     if dtype != FP32:
         for name, y in in_half_precision(x, **options).items():
             alternatives[name] = IN_PYTORCH * float((y.double() - expected[name]).norm())
-        if options.get("kappa1", "softmax") == "softmax":
+        if options.get("kappa1", "softmax") == "softmax" and x["beta"].abs().max() <= 1:
             del alternatives["u"]
     assert_rounded(with_gradients(x, **options), expected, dtype, alternatives)

@@ -140,9 +140,8 @@ def solve_kernel(
     at_block = (at_head.to(tl.int64) * num_blocks + number) * (BLOCK * BLOCK)
     x = tl.load(inverse + at_block + index[None, :] * BLOCK + index[:, None])
     given = load_rows(grad_u, row, length, U_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
-    for i in tl.range(
-        tl.maximum(last - block - near, 1), num_stages=1
-    ):  # once past the end if it is the last: see `tiles`
+    # Of the last block, which has none after it, once past the end of the document (see `tiles`).
+    for i in tl.range(tl.maximum(last - block - near, 1), num_stages=1):
         at = tl.maximum(last - near - i, block + 1) * BLOCK
         weights = _transposed_weights(
             key, w, lse, beta, at, length, factor, W_ROW, KEY_DIM, BLOCK_K, BLOCK, KAPPA, UNIT

@@ -149,9 +149,8 @@ def write_kernel(
         tl.store(inverse + at_block + index[:, None] * BLOCK + index[None, :], x)
     value = load_rows(v, row, length, V_ROW, VALUE_DIM, BLOCK, BLOCK_V, first_value)
 
-    for i in tl.range(
-        tl.maximum(block - near, 1), num_stages=1
-    ):  # once with nothing visible if block is 0: see `tiles`
+    # Of block 0, which has none before it, once with nothing visible (see `tiles`).
+    for i in tl.range(tl.maximum(block - near, 1), num_stages=1):
         at = (near + i) * BLOCK
         key = load_rows(k, at, row, K_ROW, KEY_DIM, BLOCK, BLOCK_K)
         visible = (at + index < row)[None, :]
