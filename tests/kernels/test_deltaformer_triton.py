@@ -385,17 +385,21 @@ def test_rows_do_not_depend_on_the_batch(heads: tuple[int, int], configure: Conf
     assert_equal({name: y[1:2] for name, y in whole.items()}, alone)
 
 
-@pytest.mark.parametrize("ends", [None, PIECES, (150, -20, 1 << 20)], ids=["dense", "packed", "wrong"])
+@pytest.mark.parametrize(
+    "pieces",
+    [None, PIECES, (150, -20, 1 << 20), (150, 1 << 20, -20)],
+    ids=["dense", "packed", "falling and too far", "too far and falling"],
+)
 @pytest.mark.parametrize("save", [True, False])
 def test_stays_inside_its_memory(
-    save: bool, ends: tuple[int, ...] | None, configure: Configure, monkeypatch: pytest.MonkeyPatch
+    save: bool, pieces: tuple[int, ...] | None, configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is written beside the tensors that the launchers allocate, nor read from where nothing was written.
 
     Where ends are wrong, which nobody checks on a device, what is written where is not said, but no less inside.
     """
     configure(in_groups)
-    x = inputs(sum(PIECES), pieces=ends)
+    x = inputs(sum(PIECES), pieces=pieces)
     allocated = []
 
     def guarded(shape: Any, dtype: torch.dtype) -> Tensor:
@@ -418,8 +422,8 @@ def test_stays_inside_its_memory(
     for memory, size in allocated:
         around = torch.cat([memory[:GUARD], memory[GUARD + size :]])
         assert (around.isnan() | (around == FAR_AWAY)).all()
-    tables = 0 if ends is None else 1 + save  # of blocks, in each direction
+    tables = 0 if pieces is None else 1 + save  # of blocks, in each direction
     assert len(allocated) == (11 if save else 4) + tables
-    if ends in (None, PIECES):
+    if pieces in (None, PIECES):
         expected = reference(x, grad_u)
         assert_near(actual, expected if save else {"u": expected["u"]}, 1e-5)

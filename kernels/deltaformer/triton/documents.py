@@ -8,6 +8,14 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _bounds(cu_seqlens, document, exists, seq_len, BLOCK: tl.constexpr):
+    """Of documents, as far as they exist and lie inside the row: first and end row, and how many blocks; int32."""
+    start = tl.maximum(tl.load(cu_seqlens + document, mask=exists, other=0), 0)
+    end = tl.minimum(tl.load(cu_seqlens + document + 1, mask=exists, other=0), seq_len)
+    return start.to(tl.int32), end.to(tl.int32), tl.cdiv(tl.maximum(end - start, 0), BLOCK).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["num_documents", "num_blocks", "seq_len"])
 def cut_kernel(cu_seqlens, blocks, num_documents, num_blocks, seq_len, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
     """The table [num_blocks, 3]: each block's first row, and the first and end row of its document; (0, 0, 0) for none.
@@ -19,13 +27,9 @@ def cut_kernel(cu_seqlens, blocks, num_documents, num_blocks, seq_len, BLOCK: tl
     lane = tl.arange(0, AT_ONCE)
     place = 0
     for first in range(0, document, AT_ONCE):
-        before = first + lane < document
-        start = tl.load(cu_seqlens + first + lane, mask=before, other=0)
-        end = tl.load(cu_seqlens + first + lane + 1, mask=before, other=0)
-        place += tl.sum(tl.cdiv(tl.maximum(end - start, 0), BLOCK).to(tl.int32))
-    start = tl.maximum(tl.load(cu_seqlens + document).to(tl.int32), 0)
-    end = tl.minimum(tl.load(cu_seqlens + document + 1).to(tl.int32), seq_len)
-    count = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
+        _, _, before = _bounds(cu_seqlens, first + lane, first + lane < document, seq_len, BLOCK)
+        place += tl.sum(before)
+    start, end, count = _bounds(cu_seqlens, document, document < num_documents, seq_len, BLOCK)
     for first in range(0, count, AT_ONCE):
         entry = blocks + (place + first + lane) * 3
         own = (first + lane < count) & (place + first + lane < num_blocks)
