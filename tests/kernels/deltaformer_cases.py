@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from half_precision import half_write
 from torch import Tensor
 
+from half_precision import half_write
 from zoo.kernels.deltaformer import deltaformer_write
 
 DEVICE = "cuda"
