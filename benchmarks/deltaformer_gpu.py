@@ -15,6 +15,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -333,7 +334,7 @@ def main() -> None:
         kind="section",
         parts={section.__name__: Part(section.__doc__ or "", section, PLOTS.get(section)) for section in SECTIONS},
         fla_module="fla.ops.deltaformer",
-        settings={"dtype": "bfloat16"},
+        settings={"dtype": "bfloat16", "fla_reads_with": "flash-attn" if find_spec("flash_attn") else "ours"},
     )
     parser = benchmark.make_parser((__doc__ or "").partition("\n")[0], out="the JSON and the plots")
     parser.add_argument(

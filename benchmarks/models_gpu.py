@@ -1,8 +1,8 @@
 """What the measurements of a model on a GPU share: a training step of a recipe, FLA's beside it, and its profile.
 
 Both have a vocabulary of 32,000, weights in bf16 and the fused AdamW, and see the same rows of random tokens. Ours is
-compiled as one graph; FLA's is eager. A step is the forward, the loss, the backward and the optimiser's, and waits for
-the device.
+compiled as one graph; FLA's is eager. Both learn the next token. A step is the forward, the loss, the backward and the
+optimiser's, and waits for the device.
 """
 
 import statistics
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from harness import DEVICE, rounded, show
+from harness import DEVICE, rounded, show, spread
 
 VOCABULARY = 32_000
 WARMUP, STEPS = 4, 15
@@ -47,7 +47,7 @@ def our_step(recipe: str, shape: Shape) -> Step:
     """Of a recipe, compiled."""
     model = zoo.build(recipe, device=DEVICE, dtype=torch.bfloat16, seed=0)
     compiled = torch.compile(model, fullgraph=True)
-    return make_step(model, lambda tokens: compiled(tokens, labels=tokens), shape)
+    return make_step(model, lambda tokens: compiled(tokens, labels=tokens.roll(-1, 1)), shape)
 
 
 def fla_step(architecture: str, num_heads: int, shape: Shape) -> Step | None:
@@ -60,34 +60,42 @@ def fla_step(architecture: str, num_heads: int, shape: Shape) -> Step | None:
     sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_heads": num_heads, "vocab_size": VOCABULARY}
     config = getattr(models, f"{architecture}Config")(**sizes, tie_word_embeddings=False)
     model = getattr(models, f"{architecture}ForCausalLM")(config).to(DEVICE, torch.bfloat16).train()
-    return make_step(model, lambda tokens: model(tokens, labels=tokens).loss, shape)
+    return make_step(model, lambda tokens: model(tokens, labels=tokens).loss, shape)  # which it shifts itself
 
 
-def measure_step(step: Step, shape: Shape) -> dict[str, Any]:
-    """Milliseconds of a step, tokens a second, peak memory, and the seconds before the first is timed."""
+def warm_up(step: Step, held: int) -> dict[str, Any]:
+    """Seconds of the first steps, and the most bytes in use in one more, without those held before."""
     begin = time.perf_counter()
-    for _ in range(WARMUP - 1):
+    for _ in range(WARMUP):
         step()
-    loss = step()
     torch.cuda.synchronize()
-    warmup = time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
     torch.cuda.reset_peak_memory_stats()
-    marks = []
+    step()
+    return {"peak_bytes": torch.cuda.max_memory_allocated() - held, "warmup_s": rounded(seconds)}
+
+
+def measure_steps(steps: dict[str, Step], shape: Shape) -> dict[str, dict[str, Any]]:
+    """Milliseconds of a step of each, in turns, tokens a second, and the last loss."""
+    marks: dict[str, list[float]] = {name: [] for name in steps}
+    losses = {}
     for _ in range(STEPS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        loss = step()
-        end.record()
-        torch.cuda.synchronize()
-        marks.append(start.elapsed_time(end))
-    p20, median, p80 = (statistics.quantiles(marks, n=10)[i] for i in (1, 4, 7))
-    return {
-        "step_ms": {"median": rounded(median), "p20": rounded(p20), "p80": rounded(p80)},
-        "tokens_per_s": rounded(shape[0] * shape[1] / median * 1e3),
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "warmup_s": rounded(warmup),
-        "loss": rounded(loss.item()),
-    }
+        for name, step in steps.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            losses[name] = step().detach()
+            end.record()
+            torch.cuda.synchronize()
+            marks[name].append(start.elapsed_time(end))
+    found = {}
+    for name, times in marks.items():
+        p20, median, p80 = (statistics.quantiles(times, n=10)[i] for i in (1, 4, 7))
+        found[name] = {
+            "step_ms": spread([median, p20, p80]),
+            "tokens_per_s": rounded(shape[0] * shape[1] / median * 1e3),
+            "loss": rounded(losses[name].item()),
+        }
+    return found
 
 
 def kind_of(kernel: str, kinds: Kinds) -> str:
@@ -115,23 +123,23 @@ def profile(step: Step, kinds: Kinds, count: int = 3) -> dict[str, Any]:
 
 
 def train_both(ours: Callable[[], Step], fla: Callable[[], Step | None], shape: Shape, kinds: Kinds) -> dict[str, Any]:
-    """Measure a training step of both, one after the other, and where the time of ours goes."""
-    result: dict[str, Any] = {"B": shape[0], "T": shape[1]}
-    show("", "ms", "tokens/s", "peak GiB", "warm-up s")
+    """Measure a training step of both, in turns, and where the time of ours goes."""
+    steps: dict[str, Step] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, make in (("fla", fla), ("ours", ours)):
+        held = torch.cuda.memory_allocated()
         step = make()
-        if step is None:
-            continue
-        row = measure_step(step, shape)
-        show(name, row["step_ms"]["median"], f"{row['tokens_per_s']:,.0f}", row["peak_bytes"] / 2**30, row["warmup_s"])
-        result[name] = row
-        if name == "ours":
-            result["profile"] = profile(step, kinds)
-            for kind, ms in result["profile"]["kinds_ms"].items():
-                show(f"  {kind}", ms)
-        del step
-        torch.cuda.empty_cache()
-    if "fla" in result:
-        result["speedup"] = rounded(result["ours"]["tokens_per_s"] / result["fla"]["tokens_per_s"])
+        if step is not None:
+            steps[name], rows[name] = step, warm_up(step, held)
+    show("", "ms", "p20", "p80", "tokens/s", "peak GiB", "warm-up s")
+    for name, row in measure_steps(steps, shape).items():
+        rows[name] |= row
+        memory, seconds = rows[name]["peak_bytes"] / 2**30, rows[name]["warmup_s"]
+        show(name, *row["step_ms"].values(), f"{row['tokens_per_s']:,.0f}", memory, seconds)
+    result = {"B": shape[0], "T": shape[1], **rows, "profile": profile(steps["ours"], kinds)}
+    for kind, ms in result["profile"]["kinds_ms"].items():
+        show(f"  {kind}", ms)
+    if "fla" in rows:
+        result["speedup"] = rounded(rows["ours"]["tokens_per_s"] / rows["fla"]["tokens_per_s"])
         show("times as fast as FLA's", result["speedup"])
     return result

@@ -7,7 +7,7 @@ __all__ = ["check_mask", "check_shape", "check_tensors"]
 
 
 def check_shape(name: str, letters: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse another shape.
+    """Refuse what is no tensor, or has another shape.
 
     Args:
         name: of the argument.
@@ -18,6 +18,8 @@ def check_shape(name: str, letters: str, x: Tensor, shape: tuple[int, ...]) -> N
     Raises:
         ValueError: as it says.
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: expected a tensor {letters} = {list(shape)}, got {x!r}")
     if x.shape != shape:
         raise ValueError(f"{name}: expected {letters} = {list(shape)}, got {list(x.shape)}")
 

@@ -32,6 +32,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, batch_size: int, length: int, device
     """
     if batch_size != 1:
         raise ValueError(f"cu_seqlens: packed sequences are one row, expected B = 1, got B = {batch_size}")
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens: expected a tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"cu_seqlens: expected [N + 1] int32 or int64 with N >= 1, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
@@ -41,4 +43,6 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, batch_size: int, length: int, device
     if can_read_values(cu_seqlens):
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != length or any(b < a for a, b in pairwise(ends)):
-            raise ValueError(f"cu_seqlens: expected to rise from 0 to T = {length}, got {ends}")
+            fall = next((i for i, (a, b) in enumerate(pairwise(ends)) if b < a), 0)
+            got = ends if len(ends) <= 10 else f"{ends[0]}, ..., {ends[fall]}, {ends[fall + 1]}, ..., {ends[-1]}"
+            raise ValueError(f"cu_seqlens: expected to rise from 0 to T = {length}, got {got}")

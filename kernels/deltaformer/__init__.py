@@ -57,11 +57,11 @@ def deltaformer_write(
     few strips [B, H, 64, S + T] beside the inputs in that dtype and the outputs.
 
     Triton multiplies them as they are and adds in float32. In half precision the weights, times beta if they are not
-    softmax's, and the gradients of the logits must fit the dtype; and softmax's inverses of 64 x 64 blocks float16,
-    which they leave where |beta| > 1 and u grows 10,000-fold within 64 tokens. For the backward it keeps, beside the
-    inputs and u, at most 132 bytes per head and row of its blocks of 64 or less, the last filled up, and for softmax as
-    much as u again. Two of its runs are bit-identical, a row of a batch is what it is alone, and a document of a packed
-    row what it is in a row of its own.
+    softmax's, the gradients of the logits and the inverses of 64 x 64 blocks must fit the dtype; softmax's inverses do
+    where |beta| <= 1, and beyond that take longer. For the backward it keeps, beside the inputs and u, for softmax as
+    much as u again, and at most 132 bytes per head and row of its blocks of 64 or less, the last of a document filled
+    up: with N documents up to T + 63 N rows. Two of its runs are bit-identical, a row of a batch is what it is alone,
+    and a document of a packed row what it is in a row of its own.
 
     Args:
         w: [B, T, H, D], no size 0, what is compared with the keys; any floating-point dtype and strides, like all.
@@ -74,7 +74,8 @@ def deltaformer_write(
         scale: of the logits; D^-1/2 for softmax and 1 for the others if None.
         cu_seqlens: [N + 1] int32 or int64 for packed sequences, with B = 1: document n is the tokens from cu_seqlens[n]
             to cu_seqlens[n + 1], so the first is 0, the last T, and none decreases. Values are checked in eager calls
-            on the CPU alone. In PyTorch keys of other documents are computed and masked: a row costs its whole length.
+            on the CPU alone; others may make Triton wait for what never comes, for seconds, and stop with a CUDA error.
+            In PyTorch keys of other documents are computed and masked: a row costs its whole length.
         prefix_k: [B, S, G, D], keys of tokens before these, as in decoding; not with cu_seqlens.
         prefix_u: [B, S, H, D_v], what this function returned for them.
         prefix_lengths: [B] int32 or int64, how many of the S exist in each row, from the first on; None for all. What
@@ -91,7 +92,7 @@ def deltaformer_write(
     """
     if impl not in _IMPLS:
         raise ValueError(f"impl: expected one of {', '.join(map(repr, _IMPLS))}, got {impl!r}")
-    check_kappa("kappa1", kappa1, round_decimals)
+    check_kappa("kappa1", kappa1, round_decimals, scale)
     _check(w, k, v, alpha, beta)
     _check_before(w, k, v, cu_seqlens, prefix_k, prefix_u, prefix_lengths)
     form = _choose(impl, v, w.shape[-1], prefix_k)

@@ -1,6 +1,7 @@
 """The kernels kappa(x, y) that compare two vectors, as functions of their logit scale * x . y (arXiv 2505.19488)."""
 
 from collections.abc import Callable
+from types import NoneType
 from typing import Literal, get_args
 
 import torch
@@ -16,22 +17,25 @@ MAX_DECIMALS = 6
 """float32 has no more."""
 
 
-def check_kappa(name: str, kappa: str, round_decimals: int) -> None:
+def check_kappa(name: str, kappa: str, round_decimals: int, scale: float | None) -> None:
     """Refuse a kernel that does not exist.
 
     Args:
         name: of the argument.
         kappa: its value.
         round_decimals: given with it.
+        scale: of its logits, likewise.
 
     Raises:
         ValueError: as it says.
     """
     if kappa not in KAPPAS:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, KAPPAS))}, got {kappa!r}")
-    if not 0 <= round_decimals <= (MAX_DECIMALS if kappa == "round" else 0):
-        allowed = f"from 0 to {MAX_DECIMALS}" if kappa == "round" else f"0, for {kappa!r} does not round"
-        raise ValueError(f"round_decimals: expected {allowed}, got {round_decimals}")
+    if not isinstance(round_decimals, int) or not 0 <= round_decimals <= (MAX_DECIMALS if kappa == "round" else 0):
+        allowed = f"a whole number from 0 to {MAX_DECIMALS}" if kappa == "round" else f"0, for {kappa!r} does not round"
+        raise ValueError(f"round_decimals: expected {allowed}, got {round_decimals!r}")
+    if not isinstance(scale, (int, float, NoneType)):
+        raise ValueError(f"scale: expected a number, got {scale!r}")
 
 
 def default_scale(kappa: str, head_dim: int) -> float:

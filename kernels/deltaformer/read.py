@@ -44,7 +44,7 @@ def deltaformer_read(
         ValueError: an argument is not as above.
     """
     _check(q, k, u, mask)
-    check_kappa("kappa2", kappa2, round_decimals)
+    check_kappa("kappa2", kappa2, round_decimals, scale)
     factor: float = default_scale(kappa2, q.shape[-1]) if scale is None else scale
     hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1) if mask is None else ~mask
     dtype = precise_dtype(u.dtype)

@@ -74,6 +74,7 @@ def deltaformer_write_backward(
     """`write_backward` as an op."""
     from zoo.kernels.deltaformer.triton.launch import write_backward
 
+    assert inverse.numel(), "the forward was told that no backward follows"
     with torch.cuda.device_of(w):
         return write_backward(
             grad_u, w, k, v, alpha, beta, cu_seqlens, u, lse, inverse, rest, kappa1, round_decimals, scale

@@ -241,8 +241,10 @@ PACKED = {name: X[name][:1] for name in LEAVES[:5]}
     ("change", "message"),
     [
         ({"kappa1": "gelu"}, r"kappa1: expected one of 'softmax', 'linear', 'relu', 'exp', 'round', got 'gelu'"),
-        ({"kappa1": "round", "round_decimals": -1}, r"round_decimals: expected from 0 to 6, got -1"),
-        ({"kappa1": "round", "round_decimals": 7}, r"round_decimals: expected from 0 to 6, got 7"),
+        ({"kappa1": "round", "round_decimals": -1}, r"round_decimals: expected a whole number from 0 to 6, got -1"),
+        ({"kappa1": "round", "round_decimals": 7}, r"round_decimals: expected a whole number from 0 to 6, got 7"),
+        ({"kappa1": "round", "round_decimals": "2"}, r"round_decimals: expected a whole number from 0 to 6, got '2'"),
+        ({"scale": "a"}, r"scale: expected a number, got 'a'"),
         *(({"kappa1": kappa, "round_decimals": 1}, r"round_decimals: expected 0, .*, got 1") for kappa in SMOOTH),
         ({"w": W[0]}, r"w: expected \[B, T, H, D\], no size 0, got \[7, 4, 6\]"),
         ({"w": W[:0]}, r"w: expected \[B, T, H, D\], no size 0, got \[0, 7, 4, 6\]"),
@@ -260,6 +262,7 @@ PACKED = {name: X[name][:1] for name in LEAVES[:5]}
         ({"v": V[..., :0]}, r"v: expected \[B, T, G, D_v\], no size 0, got \[3, 7, 2, 0\]"),
         ({"alpha": ALPHA[:, :, :2]}, r"alpha: expected \[B, T, H\].* = \[3, 7, 4\], got \[3, 7, 2\]"),
         ({"alpha": ALPHA[:, :1]}, r"alpha: expected \[B, T, H\].* = \[3, 7, 4\], got \[3, 1, 4\]"),
+        ({"alpha": 0.5}, r"alpha: expected a tensor \[B, T, H\].* = \[3, 7, 4\], got 0.5"),
         ({"beta": BETA[:, :, :2]}, r"beta: expected \[B, T, H\].* = \[3, 7, 4\], got \[3, 7, 2\]"),
         ({"beta": BETA[..., None]}, r"beta: expected \[B, T, H\].* = \[3, 7, 4\], got \[3, 7, 4, 1\]"),
         *(({name: X[name].long()}, f"{name}: expected a floating-point dtype, got torch.int64") for name in LEAVES[:5]),
@@ -268,6 +271,11 @@ PACKED = {name: X[name][:1] for name in LEAVES[:5]}
             for name in ("k", "v", "alpha", "beta")
         ),
         ({"cu_seqlens": torch.tensor([0, 7])}, r"cu_seqlens: .* B = 1, got B = 3"),
+        (PACKED | {"cu_seqlens": [0, 7]}, r"cu_seqlens: expected a tensor, got list"),
+        (
+            PACKED | {"cu_seqlens": torch.tensor([*range(5), 6, 5, 6, 6, 6, 7])},
+            r"cu_seqlens: expected to rise from 0 to T = 7, got 0, ..., 6, 5, ..., 7",
+        ),
         (PACKED | {"cu_seqlens": torch.tensor([0])}, r"cu_seqlens: expected \[N \+ 1\] .*, got \[1\]"),
         (PACKED | {"cu_seqlens": torch.tensor([[0, 7]])}, r"cu_seqlens: expected \[N \+ 1\] .*, got \[1, 2\]"),
         (PACKED | {"cu_seqlens": torch.tensor([0.0, 7.0])}, r"cu_seqlens: expected .*int32 or int64.*torch.float32"),
@@ -406,7 +414,7 @@ MASK = torch.ones(3, 1, 7, 5, dtype=torch.bool)
     ("change", "message"),
     [
         ({"kappa2": "gelu"}, r"kappa2: expected one of 'softmax', 'linear', 'relu', 'exp', 'round', got 'gelu'"),
-        ({"kappa2": "round", "round_decimals": -1}, r"round_decimals: expected from 0 to 6, got -1"),
+        ({"kappa2": "round", "round_decimals": -1}, r"round_decimals: expected a whole number from 0 to 6, got -1"),
         *(({"kappa2": kappa, "round_decimals": 1}, r"round_decimals: expected 0, .*, got 1") for kappa in SMOOTH),
         ({"q": W[0]}, r"q: expected \[B, T, H, D\], got \[7, 4, 6\]"),
         ({"k": K[0]}, r"k: expected \[B, T_k, G, D\], got \[7, 2, 6\]"),

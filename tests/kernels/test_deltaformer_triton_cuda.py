@@ -87,6 +87,20 @@ def test_strengths(dtype: torch.dtype, beta: float) -> None:
     check_hard(inputs(300, dtype=dtype, beta=beta))
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 256)])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("beta", [0.99, 1.2, 2.0])
+def test_a_chain(beta: float, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    """Each token reads the one before it alone, so that u grows like beta^t; w and k have next to no gradients."""
+    x = inputs(100 if beta < 2 else 48, batch=1, dims=dims, dtype=dtype, beta=beta)
+    x["w"] = (2 * x["k"].detach().roll(1, 1)).requires_grad_()
+    actual, expected = with_gradients(x), exact(x)
+    assert all(y.isfinite().all() for y in actual.values())
+    names = ("u", "v", "alpha", "beta")
+    actual, expected = ({name: y[name] for name in names} for y in (actual, expected))
+    assert_near(actual, expected, FLOAT32_BOUND if dtype == FP32 else 1e-2)
+
+
 @pytest.mark.parametrize("batch_and_heads", [(1, 1), (1, 17), (3, 5), (64, 16)])
 @pytest.mark.parametrize("seq_len", [65, 700])
 def test_batches_and_heads(seq_len: int, batch_and_heads: tuple[int, int]) -> None:

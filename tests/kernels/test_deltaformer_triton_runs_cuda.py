@@ -29,7 +29,7 @@ from zoo.kernels.deltaformer.schedule import configuration
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-MODULES = ("write", "solve", "gradients")  # with kernels
+MODULES = ("documents", "write", "solve", "gradients")  # with kernels
 
 
 @pytest.mark.usefixtures("give_memory_back")
@@ -76,11 +76,15 @@ def test_two_runs_of_the_kernels_are_bit_identical(dtype: torch.dtype, pieces: t
         assert_equal(with_gradients(x), first)
 
 
-@pytest.mark.parametrize(("seq_len", "heads"), [(100, (3, 3)), (1000, (6, 3)), (1000, (19, 19))])
+@pytest.mark.parametrize(
+    ("seq_len", "heads", "value_dim"), [(100, (3, 3), 64), (1000, (6, 3), 64), (1000, (19, 19), 64), (300, (8, 1), 256)]
+)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype, seq_len: int, heads: tuple[int, int]) -> None:
-    x = inputs(seq_len, batch=8, heads=heads, dtype=dtype)
-    grad_u = torch.randn(8, seq_len, heads[0], 64, device=DEVICE).to(dtype)
+def test_rows_do_not_depend_on_the_batch(
+    dtype: torch.dtype, seq_len: int, heads: tuple[int, int], value_dim: int
+) -> None:
+    x = inputs(seq_len, batch=8, heads=heads, dims=(64, value_dim), dtype=dtype)
+    grad_u = torch.randn(8, seq_len, heads[0], value_dim, device=DEVICE).to(dtype)
     whole = with_gradients(x, grad_u)
     for i in range(8):
         alone = with_gradients(changed(x, lambda y, i=i: y[i : i + 1].clone()), grad_u[i : i + 1].clone())

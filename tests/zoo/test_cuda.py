@@ -12,16 +12,24 @@ from zoo import recipes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-GATED = "deltanet-tiny, gated"
-TINY = [*(name for name in recipes.names() if name.endswith("-tiny")), GATED]
+GATED, COMPARED = "deltanet-tiny, gated", "deltaformer-tiny, compared"
+VARIANTS = {  # with heads that are shared, too
+    GATED: [
+        "layers.1.mixer=gated_delta_net",
+        "layers.2.mixer={name: gated_delta_net, num_heads: 4, head_dim: 32, num_kv_heads: 2, expand_v: 2}",
+    ],
+    COMPARED: [
+        "layers.0.mixer={name: deltaformer, compare: qk, beta: 2sigmoid, num_heads: 4, num_kv_heads: 2}",
+        "layers.1.mixer={name: deltaformer, compare: wk, alpha: sigmoid, conv_size: 4, num_heads: 4, num_kv_heads: 1}",
+        "layers.2.mixer={name: deltaformer, kappa1: linear, num_heads: 4, head_dim: 48}",
+    ],
+}
+TINY = [*(name for name in recipes.names() if name.endswith("-tiny")), *VARIANTS]
 
 
 def build(recipe: str, **options: Any) -> zoo.LanguageModel:
-    """A recipe's model, or one with gated layers, one of them with shared heads of another size."""
-    if recipe != GATED:
-        return zoo.build(recipe, **options)
-    shared = "{name: gated_delta_net, num_heads: 4, head_dim: 32, num_kv_heads: 2, expand_v: 2}"
-    return zoo.build("deltanet-tiny", ["layers.1.mixer=gated_delta_net", f"layers.2.mixer={shared}"], **options)
+    """A recipe's model, or a variant of it."""
+    return zoo.build(recipe.partition(",")[0], VARIANTS.get(recipe, ()), **options)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -73,7 +81,7 @@ def test_decoding_in_pieces_equals_one_pass(recipe: str) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("recipe", ["deltanet-swa-tiny", "deltaformer-tiny", GATED])
+@pytest.mark.parametrize("recipe", ["deltanet-swa-tiny", "deltaformer-tiny", *VARIANTS])
 def test_one_cuda_graph_over_lengths(recipe: str) -> None:
     torch.compiler.reset()
     model = build(recipe, device="cuda", seed=0)

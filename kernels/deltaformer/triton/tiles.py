@@ -3,7 +3,8 @@
 Where a kernel multiplies matrices in a loop and then again outside of one, the loop is never empty. For what both take
 from one place in shared memory, ptxas 12.8 (of Triton 3.6) has made the second's descriptors before the loop, and where
 the loop was skipped left them undefined. The loops over far blocks may be empty; by the machine code they share no such
-place with what follows, unless values are narrower than `schedule` lets them be.
+place with what follows, unless values are narrower than `schedule` lets them be. Sequences of one block, of all head
+sizes and configurations, are in the tests for CUDA.
 """
 
 import triton

@@ -140,7 +140,10 @@ def write_kernel(
     logits = logits_of(query, key, factor, visible_keys(index[None, :], index[:, None], True), KAPPA)
     a = weigh(logits, log_sum, KAPPA, UNIT) * strength
     if KAPPA == "softmax" and query.dtype != tl.float32:
-        x = unit_lower_inverse_half(a, BLOCK, LEVELS)
+        if tl.max(tl.abs(strength)) <= 1:  # then no entry of the inverse is beyond 1
+            x = unit_lower_inverse_half(a, BLOCK, LEVELS)
+        else:
+            x = unit_lower_inverse(a, BLOCK, LEVELS)
     else:  # weights without bounds: float16 could not hold it
         x = unit_lower_inverse(a, BLOCK, LEVELS)
     x = tl.where(index[:, None] == index[None, :], 0.0, x).to(query.dtype)
