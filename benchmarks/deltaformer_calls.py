@@ -25,7 +25,7 @@ HARD = ("random", "beta = 1", "logits x4", "equal keys")
 
 Write = Callable[..., Tensor]
 """From w, k, v, alpha, beta to u."""
-OURS: Write = partial(deltaformer_write, impl="triton")
+OURS: Write = partial(deltaformer_write, bounded=True, impl="triton")  # as the mixer, whose beta is a sigmoid
 EXACT: Write = partial(deltaformer_write, impl="torch")  # of float64
 
 

@@ -181,6 +181,7 @@ class Deltaformer(Mixer):
             kappa1=self.options.kappa1,
             round_decimals=self.write_decimals,
             scale=self.write_scale[0],
+            bounded=self.beta.bounded,
             **before,
         )
 

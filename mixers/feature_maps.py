@@ -71,6 +71,7 @@ class Strength(nn.Module):
         self.num_heads = num_heads
         self.factor: StaticFloat = ({"sigmoid": 1.0, "2sigmoid": 2.0}[kind] if isinstance(kind, str) else kind,)
         self.fixed = not isinstance(kind, str)
+        self.bounded = abs(self.factor[0]) <= 1
 
     def forward(self, logits: Tensor) -> Tensor:
         """[B, T, H], or [B, T, 0] where the strength is fixed -> [B, T, H] fp32 (fp64 for fp64)."""

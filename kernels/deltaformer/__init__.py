@@ -38,6 +38,7 @@ def deltaformer_write(
     prefix_k: Tensor | None = None,
     prefix_u: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
+    bounded: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """What each token adds to the memory: its value, less what the memory already returns for its key.
@@ -58,10 +59,10 @@ def deltaformer_write(
 
     Triton multiplies them as they are and adds in float32. In half precision the weights, times beta if they are not
     softmax's, the gradients of the logits and the inverses of 64 x 64 blocks must fit the dtype; softmax's inverses do
-    where |beta| <= 1, and beyond that take longer. For the backward it keeps, beside the inputs and u, for softmax as
-    much as u again, and at most 132 bytes per head and row of its blocks of 64 or less, the last of a document filled
-    up: with N documents up to T + 63 N rows. Two of its runs are bit-identical, a row of a batch is what it is alone,
-    and a document of a packed row what it is in a row of its own.
+    where |beta| <= 1, and take less time where that is certain. For the backward it keeps, beside the inputs and u, for
+    softmax as much as u again, and at most 132 bytes per head and row of its blocks of 64 or less, the last of each
+    document filled up: with N documents up to T + 63 N rows. Two of its runs are bit-identical, a row of a batch is
+    what it is alone, and a document of a packed row what it is in a row of its own.
 
     Args:
         w: [B, T, H, D], no size 0, what is compared with the keys; any floating-point dtype and strides, like all.
@@ -80,6 +81,7 @@ def deltaformer_write(
         prefix_u: [B, S, H, D_v], what this function returned for them.
         prefix_lengths: [B] int32 or int64, how many of the S exist in each row, from the first on; None for all. What
             stands in the places of the others has no influence, but must be finite.
+        bounded: that no |beta| exceeds 1, if the caller is certain; without beta it is.
         impl: "triton" (CUDA; bf16, fp16 or fp32; D and D_v up to 256; 227 KiB of shared memory, as Hopper has; no
             prefix), "torch" (chunks in PyTorch), "reference" (token by token), or "auto": Triton where it can, else
             PyTorch. An explicit choice never falls back.
@@ -96,14 +98,14 @@ def deltaformer_write(
     _check(w, k, v, alpha, beta)
     _check_before(w, k, v, cu_seqlens, prefix_k, prefix_u, prefix_lengths)
     form = _choose(impl, v, w.shape[-1], prefix_k)
-    dtype, precise = v.dtype, precise_dtype(v.dtype)
+    dtype, precise, bounded = v.dtype, precise_dtype(v.dtype), bounded or beta is None
     w, k = w.to(dtype), k.to(dtype)  # autocast hands over mixed dtypes
     alpha, beta = (w.new_ones(w.shape[:3], dtype=precise) if x is None else x.to(precise) for x in (alpha, beta))
     factor: float = default_scale(kappa1, w.shape[-1]) if scale is None else scale
     if form == "triton":
         tensors = w, k, v, alpha, beta, cu_seqlens
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (w, k, v, alpha, beta))
-        return triton_ops.deltaformer_write(*tensors, kappa1, round_decimals, factor, save)[0]
+        return triton_ops.deltaformer_write(*tensors, kappa1, round_decimals, factor, bounded, save)[0]
     if prefix_k is None or prefix_u is None:
         prefix_u = v.new_empty(w.shape[0], 0, w.shape[2], v.shape[3])
     else:

@@ -26,13 +26,16 @@ def deltaformer_write(
     kappa1: str,
     round_decimals: int,
     scale: float,
+    bounded: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`write_forward` as an op. Inputs are checked and of one dtype already: the public function does that."""
     from zoo.kernels.deltaformer.triton.launch import write_forward
 
     with torch.cuda.device_of(w):
-        return write_forward(w, k, v, alpha, beta, cu_seqlens, kappa1, round_decimals, scale, save=save)
+        return write_forward(
+            w, k, v, alpha, beta, cu_seqlens, kappa1, round_decimals, scale, bounded=bounded, save=save
+        )
 
 
 @deltaformer_write.register_fake
@@ -46,6 +49,7 @@ def _(
     kappa1: str,
     round_decimals: int,
     scale: float,
+    bounded: bool,
     save: bool,
 ) -> tuple[Tensor, ...]:
     saved = saved_shapes(w, v, cu_seqlens, kappa1, save=save)
@@ -87,7 +91,7 @@ def _(grad_u: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.kappa1, ctx.round_decimals, ctx.scale, _ = inputs
+    *tensors, ctx.kappa1, ctx.round_decimals, ctx.scale, _, _ = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -95,9 +99,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, grad_u: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_u is None:
-        return (None,) * 10
+        return (None,) * 11
     grads = deltaformer_write_backward(grad_u, *ctx.saved_tensors, ctx.kappa1, ctx.round_decimals, ctx.scale)
-    return *grads, None, None, None, None, None
+    return *grads, *(None,) * 6
 
 
 deltaformer_write.register_autograd(_backward, setup_context=_save)

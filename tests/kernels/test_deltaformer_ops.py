@@ -396,8 +396,8 @@ def test_shapes_of_triton_without_values(dtype: torch.dtype, block: int, pieces:
         assert (u.shape, u.dtype, u.device.type) == ((batch, 70, 4, 10), dtype, "cuda")
         leaves = [x[name].float() if name in ("alpha", "beta") else x[name] for name in LEAVES[:5]]
         hidden, options = x.get("cu_seqlens"), ("softmax", 0, 0.3)
-        assert TRITON_OP(*leaves, hidden, *options, False)[2].numel() == 0
-        u, lse, inverse, rest = TRITON_OP(*leaves, hidden, *options, True)
+        assert TRITON_OP(*leaves, hidden, *options, True, False)[2].numel() == 0
+        u, lse, inverse, rest = TRITON_OP(*leaves, hidden, *options, True, True)
         assert (lse.numel(), lse.dtype) == (batch * 70 * 4, torch.float32)
         count = num_blocks(70, hidden, block)
         assert (inverse.numel(), inverse.dtype) == (batch * 4 * count * block**2, dtype)

@@ -117,6 +117,7 @@ def kernels(
     scale: float | None = None,
     *,
     dtype: torch.dtype = torch.float32,
+    bounded: bool = True,
     view: Callable[[Tensor], Tensor] = lambda y: y,
     view_grad: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
@@ -126,7 +127,7 @@ def kernels(
     cu_seqlens = None if x.get("cu_seqlens") is None else x["cu_seqlens"].to(DEVICE)
     shared = w, k, v, alpha, beta, cu_seqlens
     options = kappa, decimals, default_scale(x, kappa) if scale is None else scale
-    u, lse, inverse, rest = write_forward(*shared, *options, save=grad_u is not None)
+    u, lse, inverse, rest = write_forward(*shared, *options, bounded=bounded, save=grad_u is not None)
     found: dict[str, Tensor] = {"u": u}
     if grad_u is not None:
         grad_u = (view_grad or view)(grad_u.to(DEVICE, dtype))
@@ -231,10 +232,12 @@ def test_grouped_heads(kappa: str, heads: tuple[int, int]) -> None:
     check(inputs(40, kappa, batch=2, heads=heads), kappa)
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("kappa", ["softmax", "linear", "relu", "exp"])
-def test_half_precision(kappa: str, configure: Configure) -> None:
+def test_half_precision(kappa: str, bounded: bool, configure: Configure) -> None:
     configure(in_groups)
-    check(inputs(260, kappa, heads=(1, 1), dims=(32, 48), dtype=torch.float16), kappa, dtype=torch.float16)
+    x = inputs(260, kappa, heads=(1, 1), dims=(32, 48), dtype=torch.float16)
+    check(x, kappa, dtype=torch.float16, bounded=bounded)
 
 
 @pytest.mark.parametrize(("dtype", "index"), [(torch.float32, torch.int64), (torch.float16, torch.int32)])
@@ -370,7 +373,7 @@ def test_what_is_not_saved_takes_no_memory() -> None:
     w, k, v, alpha, beta = (x[name].to(DEVICE, torch.float32) for name in LEAVES)
     block = configuration(16, 20, torch.float32).block
     for save, sizes in ((False, [0, 0, 0]), (True, [140, 2 * -(-70 // block) * block**2, 2800])):
-        u, *saved = write_forward(w, k, v, alpha, beta, None, "softmax", 0, 1.0, save=save)
+        u, *saved = write_forward(w, k, v, alpha, beta, None, "softmax", 0, 1.0, bounded=True, save=save)
         assert (u.shape, [x.numel() for x in saved]) == ((1, 70, 2, 20), sizes)
 
 

@@ -153,9 +153,9 @@ def test_ops_are_sound(kappa1: str, pieces: tuple[int, ...] | None, monkeypatch:
     leaves, cu_seqlens = [x[name] for name in LEAVES], x.get("cu_seqlens")
     plain = [y.detach() for y in leaves]
     op, options = torch.ops.zoo.deltaformer_write_triton.default, (kappa1, 0, 0.3)
-    torch.library.opcheck(op, (*leaves, cu_seqlens, *options, True))
-    torch.library.opcheck(op, (*plain, cu_seqlens, *options, False))
-    u, *saved = op(*leaves, cu_seqlens, *options, True)
+    torch.library.opcheck(op, (*leaves, cu_seqlens, *options, True, True))
+    torch.library.opcheck(op, (*plain, cu_seqlens, *options, True, False))
+    u, *saved = op(*leaves, cu_seqlens, *options, True, True)
     assert not any(y.requires_grad for y in saved)  # no gradient flows through what only the backward reads
     backward = torch.ops.zoo.deltaformer_write_triton_backward.default
     given = torch.randn_like(u), *plain, cu_seqlens, u.detach(), *saved

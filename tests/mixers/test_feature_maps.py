@@ -80,6 +80,11 @@ def test_beta_range(kind, highest: int) -> None:
     assert beta.tolist() == [pytest.approx(0, abs=1e-30), highest / 2, highest]
 
 
+@pytest.mark.parametrize(("kind", "bounded"), [("sigmoid", True), ("2sigmoid", False), (1.0, True), (1.5, False)])
+def test_whether_a_strength_may_exceed_one(kind, bounded: bool) -> None:
+    assert Strength(kind, 3).bounded == bounded
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_fixed_beta(dtype: torch.dtype) -> None:
     beta = Strength(0.75, 3)(torch.empty(2, 5, 0, dtype=dtype))

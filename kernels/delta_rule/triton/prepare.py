@@ -13,7 +13,7 @@ import triton.language as tl
 
 from zoo.kernels.delta_rule.triton.cuts import place_of_program
 from zoo.kernels.delta_rule.triton.decays import decay_matrix
-from zoo.kernels.triton.triangular import unit_lower_inverse, unit_lower_inverse_half
+from zoo.kernels.triton.triangular import unit_lower_inverse, unit_lower_inverse_refined
 
 
 @triton.jit
@@ -103,5 +103,5 @@ def prepare_kernel(
     if key.dtype == tl.float32:
         x = unit_lower_inverse(a, CHUNK, LEVELS)
     else:
-        x = unit_lower_inverse_half(a, CHUNK, LEVELS)
+        x = unit_lower_inverse_refined(a, CHUNK, LEVELS)
     tl.store(inverse + at * (CHUNK * CHUNK) + square, x.to(inverse.dtype.element_ty))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from zoo.kernels.deltaformer.schedule import Configuration, Tiles, configuration, num_blocks, saved_shapes
@@ -33,6 +34,7 @@ def write_forward(
     round_decimals: int,
     scale: float,
     *,
+    bounded: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The write.
@@ -47,6 +49,7 @@ def write_forward(
         kappa1: one of `KAPPAS`.
         round_decimals: that "round" keeps.
         scale: of the logits.
+        bounded: whether no |beta| exceeds 1.
         save: whether a backward follows: without it all but u are of size 0.
 
     Returns:
@@ -57,7 +60,7 @@ def write_forward(
     run = _Run(w, k, v, alpha, beta, cu_seqlens, kappa1, round_decimals, scale)
     u = v.new_empty(*w.shape[:3], v.shape[3])
     saved = [v.new_empty(shape, dtype=dtype) for shape, dtype in saved_shapes(w, v, cu_seqlens, kappa1, save=save)]
-    run.write(u, *(x if x.numel() else None for x in saved))
+    run.write(u, *(x if x.numel() else None for x in saved), bounded=bounded)
     lse, inverse, rest = saved
     return u, lse, inverse, rest
 
@@ -144,7 +147,9 @@ class _Run:
             "UNIT": float(10**round_decimals),
         }
 
-    def write(self, u: Tensor, lse: Tensor | None, inverse: Tensor | None, rest: Tensor | None) -> None:
+    def write(
+        self, u: Tensor, lse: Tensor | None, inverse: Tensor | None, rest: Tensor | None, *, bounded: bool
+    ) -> None:
         blocks, numbers, progress = self._lanes()
         write_kernel[numbers[0] * numbers[1],](
             self.w,
@@ -166,6 +171,8 @@ class _Run:
             self.v.stride(1),
             **self._solving(),
             LEVELS=self.configuration.block.bit_length() - 1,
+            # Where no |beta| exceeds 1, no entry of softmax's inverses does.
+            RANGE=tl.float16 if bounded else tl.float32,
         )
 
     def solve(

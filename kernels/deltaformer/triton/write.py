@@ -23,7 +23,7 @@ from zoo.kernels.deltaformer.triton.tiles import (
     visible_keys,
     weigh,
 )
-from zoo.kernels.triton.triangular import unit_lower_inverse, unit_lower_inverse_half
+from zoo.kernels.triton.triangular import unit_lower_inverse, unit_lower_inverse_refined
 
 
 @triton.jit
@@ -78,8 +78,9 @@ def write_kernel(
     STAGES: tl.constexpr,
     KAPPA: tl.constexpr,
     UNIT: tl.constexpr,
+    RANGE: tl.constexpr,
 ):
-    """One program a block of rows, head of w and slice of d_v."""
+    """One program a block of rows, head of w and slice of d_v. RANGE is that of the inverses' products."""
     SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     U_ROW: tl.constexpr = HEADS * VALUE_DIM
     number, lane = draw(progress, num_blocks, num_lanes, together)
@@ -140,11 +141,8 @@ def write_kernel(
     logits = logits_of(query, key, factor, visible_keys(index[None, :], index[:, None], True), KAPPA)
     a = weigh(logits, log_sum, KAPPA, UNIT) * strength
     if KAPPA == "softmax" and query.dtype != tl.float32:
-        if tl.max(tl.abs(strength)) <= 1:  # then no entry of the inverse is beyond 1
-            x = unit_lower_inverse_half(a, BLOCK, LEVELS)
-        else:
-            x = unit_lower_inverse(a, BLOCK, LEVELS)
-    else:  # weights without bounds: float16 could not hold it
+        x = unit_lower_inverse_refined(a, BLOCK, LEVELS, RANGE)
+    else:
         x = unit_lower_inverse(a, BLOCK, LEVELS)
     x = tl.where(index[:, None] == index[None, :], 0.0, x).to(query.dtype)
     if inverse is not None:
