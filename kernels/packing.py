@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["can_read_values", "check_cu_seqlens"]
+__all__ = ["can_read_values", "check_cu_seqlens", "num_blocks"]
 
 
 def can_read_values(x: Tensor) -> bool:
@@ -46,3 +46,9 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, batch_size: int, length: int, device
             fall = next((i for i, (a, b) in enumerate(pairwise(ends)) if b < a), 0)
             got = ends if len(ends) <= 10 else f"{ends[0]}, ..., {ends[fall]}, {ends[fall + 1]}, ..., {ends[-1]}"
             raise ValueError(f"cu_seqlens: expected to rise from 0 to T = {length}, got {got}")
+
+
+def num_blocks(seq_len: int, cu_seqlens: Tensor | None, size: int) -> int:
+    """How many blocks of so many rows a row of the batch has; packed, an upper bound free of documents' lengths."""
+    documents = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return (seq_len + (size - 1) * documents) // size

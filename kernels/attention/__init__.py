@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from zoo.kernels.attention import triton_ops
 from zoo.kernels.attention.mask import document_ids, visible
 from zoo.kernels.attention.reference import attention_reference
 from zoo.kernels.checks import check_mask
 from zoo.kernels.packing import check_cu_seqlens
+from zoo.kernels.triton_support import missing_for_heads
 
 __all__ = ["attention", "document_ids", "visible"]
 
-_IMPLS = ("auto", "sdpa", "reference")
+_IMPLS = ("auto", "sdpa", "triton", "reference")
 
 
 def attention(
@@ -30,6 +32,10 @@ def attention(
 ) -> Tensor:
     """Causal attention o_t = sum_i softmax_i(scale * q_t . k_i) v_i over the keys i <= t that t sees.
 
+    Hidden values are multiplied by 0, which does not stop inf or NaN: these spread to earlier tokens and to other
+    documents of a packed row. Triton's memory is linear in T, and two of its runs are bit-identical; with a window or
+    packed documents PyTorch holds a mask of every pair of tokens.
+
     Args:
         q: [B, T, H, D].
         k: [B, T, G, D], G dividing H: query head h reads key/value head h // (H / G).
@@ -39,7 +45,8 @@ def attention(
         mask: bool [B or 1, 1, T, T_k], True where visible, when the caller has it already (one for all layers); then
             the number of keys T_k is free, and ``window`` and ``cu_seqlens`` must not be given.
         scale: factor of the logits, D^-1/2 if None.
-        impl: "auto" (today always "sdpa"), "sdpa" (torch's scaled_dot_product_attention) or "reference".
+        impl: "auto" (today always "sdpa"), "sdpa" (torch's scaled_dot_product_attention), "triton" (CUDA; bf16, fp16 or
+            fp32; D and D_v up to 256; 227 KiB of shared memory, as Hopper has; scale > 0; no mask) or "reference".
 
     Returns:
         [B, T, H, D_v] in the dtype of v, to which mixed input dtypes are cast.
@@ -50,6 +57,12 @@ def attention(
     _check(q, k, v, window, cu_seqlens, mask, impl)
     q, k = q.to(v.dtype), k.to(v.dtype)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
+    if impl == "triton":
+        missing = _missing_for_triton(q, v, mask, factor)
+        if missing is not None:
+            raise ValueError(f"impl: 'triton' needs {missing}")
+        save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        return triton_ops.attention(q, k, v, cu_seqlens, window, factor, save)[0]
     if mask is None and (window is not None or cu_seqlens is not None or impl == "reference"):
         order = torch.arange(q.shape[1], device=q.device)
         documents = None if cu_seqlens is None else document_ids(cu_seqlens, q.shape[1])
@@ -58,6 +71,14 @@ def attention(
         assert mask is not None
         return attention_reference(q, k, v, mask, factor)
     return _sdpa(q, k, v, mask, factor)
+
+
+def _missing_for_triton(q: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> str | None:
+    if mask is not None:
+        return "a call without a mask"
+    if scale <= 0:
+        return f"a positive scale, got {scale}"
+    return missing_for_heads(v, D=q.shape[-1], D_v=v.shape[-1])
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

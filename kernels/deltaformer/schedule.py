@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Configuration", "SolveBlocks", "Tiles", "configuration", "num_blocks", "saved_shapes"]
+from zoo.kernels.packing import num_blocks
+
+__all__ = ["Configuration", "SolveBlocks", "Tiles", "configuration", "saved_shapes"]
 
 
 class SolveBlocks(NamedTuple):
@@ -87,12 +89,6 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
         return Configuration(64, block_k, block_v, solve, Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2))
     solve, tiles = SolveBlocks(block_v, 4, 3, 168), Tiles(64, 64, 4, 3)  # three programs share a multiprocessor
     return Configuration(64, block_k, block_v, solve, tiles, tiles)
-
-
-def num_blocks(seq_len: int, cu_seqlens: Tensor | None, size: int) -> int:
-    """How many blocks of so many rows a row of the batch has; packed, an upper bound free of documents' lengths."""
-    documents = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return (seq_len + (size - 1) * documents) // size
 
 
 def saved_shapes(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zoo.kernels.attention import attention, document_ids, visible
 from zoo.kernels.attention.reference import attention_reference
@@ -140,6 +141,21 @@ def test_visible_and_documents() -> None:
     assert mask.tolist() == [[False, True, False, False, False], [False, False, True, True, False]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes_of_triton_without_values(dtype: torch.dtype) -> None:
+    """What the kernels return on a device is compared with it there."""
+    with FakeTensorMode():
+        x: dict[str, Any] = {name: torch.empty(y.shape, dtype=dtype, device="cuda") for name, y in inputs(37).items()}
+        o = attention(**x, window=W, impl="triton")
+        assert (o.shape, o.dtype, o.device.type) == ((3, 37, 8, 6), dtype, "cuda")
+        given = *x.values(), None, W, 0.3
+        assert torch.ops.zoo.attention_triton(*given, False)[1].numel() == 0
+        o, lse = torch.ops.zoo.attention_triton(*given, True)
+        assert (lse.shape, lse.dtype) == ((3, 8, 37), torch.float32)
+        grads = torch.ops.zoo.attention_triton_backward(o, *x.values(), None, o, lse, W, 0.3)
+        assert [(y.shape, y.dtype) for y in grads] == [(y.shape, y.dtype) for y in x.values()]
+
+
 Q, K, V = (torch.zeros(1, 5, heads, 4) for heads in (4, 2, 2))
 ALL = torch.ones(1, 1, 5, 5, dtype=torch.bool)
 
@@ -147,7 +163,9 @@ ALL = torch.ones(1, 1, 5, 5, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"impl": "flash"}, r"impl: expected one of auto, sdpa, reference, got 'flash'"),
+        ({"impl": "flash"}, r"impl: expected one of auto, sdpa, triton, reference, got 'flash'"),
+        ({"impl": "triton"}, r"impl: 'triton' needs CUDA tensors, got cpu"),
+        ({"impl": "triton", "mask": ALL}, r"impl: 'triton' needs a call without a mask"),
         ({"q": Q[0]}, r"q: expected \[B, T, H, D\].*got \[5, 4, 4\]"),
         ({"q": Q.long()}, r"q: expected .*floating.*int64"),
         ({"k": K[0]}, r"k: expected \[1, 5, G, 4\] with G dividing 4, got \[5, 2, 4\]"),

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zoo.kernels import deltaformer, triton_support
 from zoo.kernels.deltaformer import deltaformer_read, deltaformer_write
-from zoo.kernels.deltaformer.schedule import num_blocks
+from zoo.kernels.packing import num_blocks
 
 OP, BACKWARD_OP = (
     torch.ops.zoo.deltaformer_write_torch.default,

@@ -11,18 +11,9 @@ numbers that each row has; dk takes its tiles transposed.
 import triton
 import triton.language as tl
 
-from zoo.kernels.deltaformer.triton.documents import place_of_block, place_of_head
-from zoo.kernels.deltaformer.triton.tiles import (
-    dot,
-    load_numbers,
-    load_rows,
-    logit_factor,
-    logit_gradient,
-    logits_of,
-    store_rows,
-    visible_keys,
-    weigh,
-)
+from zoo.kernels.deltaformer.triton.tiles import logit_factor, logit_gradient, logits_of, visible_keys, weigh
+from zoo.kernels.triton.documents import place_of_block, place_of_head
+from zoo.kernels.triton.tiles import dot, load_numbers, load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["seq_len", "num_blocks"])

@@ -11,16 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.kernels.deltaformer.schedule import Configuration, Tiles, configuration, num_blocks, saved_shapes
-from zoo.kernels.deltaformer.triton.documents import cut_kernel
+from zoo.kernels.deltaformer.schedule import Configuration, Tiles, configuration, saved_shapes
 from zoo.kernels.deltaformer.triton.gradients import key_gradients_kernel, row_gradients_kernel
 from zoo.kernels.deltaformer.triton.solve import solve_kernel
 from zoo.kernels.deltaformer.triton.write import write_kernel
 from zoo.kernels.rows import rows
+from zoo.kernels.triton.documents import cut
 
 _CACHE_BYTES = 32 << 20  # of the L2 cache, that keys and u may take
 _FEWEST_LANES, _FEWEST_BLOCKS = 6, 1024  # worked on at a time: with fewer, programs wait for each other
-_DOCUMENTS_AT_ONCE = 256
 
 
 def write_forward(
@@ -132,7 +131,7 @@ class _Run:
         self.w, self.k, self.v = rows(w), rows(k), rows(v)
         self.alpha, self.beta = alpha.contiguous(), beta.transpose(1, 2).contiguous()
         self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-        self.tables: dict[int, Tensor] = {}
+        self.cuts: dict[int, tuple[Tensor | None, int]] = {}
         self.scale = scale
         self.configuration: Configuration = configuration(self.key_dim, self.value_dim, v.dtype)
         self.sizes: dict[str, Any] = {
@@ -279,17 +278,10 @@ class _Run:
         return blocks, (count, lanes, counters, self.together(lanes, count)), progress
 
     def _cut(self, size: int) -> tuple[Tensor | None, int]:
-        """The table of the blocks of so many rows, None for a dense batch, and their number in a row of the batch."""
-        count = num_blocks(self.seq_len, self.cu_seqlens, size)
-        if self.cu_seqlens is None:
-            return None, count
-        if size not in self.tables:
-            self.tables[size] = self.cu_seqlens.new_empty(count, 3, dtype=torch.int32)
-            documents = self.cu_seqlens.shape[0] - 1
-            cut_kernel[documents,](
-                self.cu_seqlens, self.tables[size], documents, count, self.seq_len, size, _DOCUMENTS_AT_ONCE
-            )
-        return self.tables[size], count
+        """`cut`, once for each size."""
+        if size not in self.cuts:
+            self.cuts[size] = cut(self.seq_len, self.cu_seqlens, size)
+        return self.cuts[size]
 
     def _solving(self) -> dict[str, Any]:
         configuration, solve = self.configuration, self.configuration.solve

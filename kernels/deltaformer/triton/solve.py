@@ -15,16 +15,9 @@ import triton
 import triton.language as tl
 
 from zoo.kernels.deltaformer.triton.dataflow import draw, publish, wait
-from zoo.kernels.deltaformer.triton.documents import place_of_block, place_of_head
-from zoo.kernels.deltaformer.triton.tiles import (
-    dot,
-    load_numbers,
-    load_rows,
-    logit_factor,
-    logits_of,
-    store_rows,
-    weigh,
-)
+from zoo.kernels.deltaformer.triton.tiles import logit_factor, logits_of, weigh
+from zoo.kernels.triton.documents import place_of_block, place_of_head
+from zoo.kernels.triton.tiles import dot, load_numbers, load_rows, store_rows
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Parts that the kernels share: blocks of rows, which keys they see, logits, and kappa of them.
+"""Parts that the kernels share: which keys rows see, logits, and kappa of them.
 
 Where a kernel multiplies matrices in a loop and then again outside of one, the loop is never empty. For what both take
 from one place in shared memory, ptxas 12.8 (of Triton 3.6) has made the second's descriptors before the loop, and where
@@ -10,50 +10,10 @@ sizes and configurations, are in the tests for CUDA.
 import triton
 import triton.language as tl
 
+from zoo.kernels.triton.tiles import dot
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 _WHOLE_FROM = tl.constexpr(8388608.0)  # float32 has no fractions from 2^23 on
-
-
-@triton.jit
-def load_rows(
-    matrix, first, end, ROW: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, start=0
-):
-    """Rows [first, first + ROWS) of a matrix, and columns [start, start + BLOCK); 0 from row `end` and column DIM on.
-
-    Without `end` all rows exist.
-    """
-    row = tl.arange(0, ROWS)
-    dim = start + tl.arange(0, BLOCK)
-    matrix += tl.full([], ROW, tl.int64) * first
-    mask = (dim < DIM)[None, :]
-    if end is not None:
-        mask = mask & (first + row < end)[:, None]
-    return tl.load(matrix + row[:, None] * ROW + dim[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def store_rows(
-    matrix, x, first, end, ROW: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, start=0
-):
-    """The counterpart of `load_rows`, in the dtype of the matrix."""
-    row = tl.arange(0, ROWS)
-    dim = start + tl.arange(0, BLOCK)
-    matrix += tl.full([], ROW, tl.int64) * first
-    mask = (dim < DIM)[None, :] & (first + row < end)[:, None]
-    tl.store(matrix + row[:, None] * ROW + dim[None, :], x.to(matrix.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_numbers(vector, first, end, ROWS: tl.constexpr):
-    """Numbers [first, first + ROWS) of a vector; 0 from `end` on."""
-    index = first + tl.arange(0, ROWS)
-    return tl.load(vector + index, mask=index < end, other=0)
-
-
-@triton.jit
-def dot(x, y):
-    """x y, in float32's accuracy for float32."""
-    return tl.dot(x, y, input_precision="tf32x3")
 
 
 @triton.jit

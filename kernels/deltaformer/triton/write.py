@@ -13,16 +13,9 @@ import triton
 import triton.language as tl
 
 from zoo.kernels.deltaformer.triton.dataflow import draw, publish, wait
-from zoo.kernels.deltaformer.triton.documents import place_of_block, place_of_head
-from zoo.kernels.deltaformer.triton.tiles import (
-    dot,
-    load_rows,
-    logit_factor,
-    logits_of,
-    store_rows,
-    visible_keys,
-    weigh,
-)
+from zoo.kernels.deltaformer.triton.tiles import logit_factor, logits_of, visible_keys, weigh
+from zoo.kernels.triton.documents import place_of_block, place_of_head
+from zoo.kernels.triton.tiles import dot, load_rows, store_rows
 from zoo.kernels.triton.triangular import unit_lower_inverse, unit_lower_inverse_refined
 
 

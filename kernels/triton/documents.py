@@ -4,8 +4,33 @@ A document is a row of the batch, or a piece of a packed row. A dense batch is c
 small kernel writes a table, whose size does not depend on where documents end: nothing waits for the device.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from zoo.kernels.packing import num_blocks
+
+__all__ = ["cut", "place_of_block", "place_of_head"]
+
+_DOCUMENTS_AT_ONCE = 256
+
+
+def cut(seq_len: int, cu_seqlens: Tensor | None, size: int) -> tuple[Tensor | None, int]:
+    """The table of the blocks of so many rows, None for a dense batch, and their number in a row of the batch.
+
+    Args:
+        seq_len: T.
+        cu_seqlens: [N + 1], contiguous, or None.
+        size: rows of a block.
+    """
+    count = num_blocks(seq_len, cu_seqlens, size)
+    if cu_seqlens is None:
+        return None, count
+    blocks = cu_seqlens.new_empty(count, 3, dtype=torch.int32)
+    documents = cu_seqlens.shape[0] - 1
+    cut_kernel[documents,](cu_seqlens, blocks, documents, count, seq_len, size, _DOCUMENTS_AT_ONCE)
+    return blocks, count
 
 
 @triton.jit

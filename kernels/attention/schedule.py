@@ -1,0 +1,56 @@
+"""How attention's Triton kernels are laid out: rules of head sizes and dtype, never tuned, free of T and the window."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Configuration", "Tiles", "configuration"]
+
+
+class Tiles(NamedTuple):
+    """How a kernel is compiled.
+
+    Attributes:
+        rows: of q in a tile.
+        keys: in a tile.
+        warps: of a program.
+        stages: of its software pipeline.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Configuration(NamedTuple):
+    """How the kernels are compiled for heads of one size.
+
+    Attributes:
+        block_k: D rounded up to a power of two.
+        block_v: D_v rounded up to a power of two.
+        forward: the outputs.
+        rows: the gradients of q.
+        keys: the gradients of k and v.
+    """
+
+    block_k: int
+    block_v: int
+    forward: Tiles
+    rows: Tiles
+    keys: Tiles
+
+
+@cache
+def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
+    """The configuration for head sizes D, D_v and the dtype of v."""
+    block_k, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
+    widest = max(block_k, block_v)
+    if dtype == torch.float32:  # tf32x3 products hold each operand in two parts, in registers
+        tiles = Tiles(32, 32, 4, 1) if widest <= 128 else Tiles(16, 16, 8, 1)
+        return Configuration(block_k, block_v, tiles, tiles, tiles)
+    if widest > 128:
+        tiles = Tiles(64, 64, 8, 1)
+        return Configuration(block_k, block_v, tiles, tiles, tiles)
+    return Configuration(block_k, block_v, Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2))

@@ -1,0 +1,1 @@
+"""Causal attention in Triton, in a window or over all keys, dense or packed."""

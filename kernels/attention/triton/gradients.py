@@ -1,0 +1,233 @@
+"""The gradients of attention, with the weights P made again from the log-sum-exp (arXiv 2205.14135).
+
+    dP_ti = do_t . v_i      dS_ti = P_ti (dP_ti - do_t . o_t)
+    dq = scale dS k         dk = scale dS^T q                      dv = P^T do
+
+One kernel goes over the keys of a block of rows, the other over the rows that see a block of keys, so that nothing is
+added from two programs at once, and the order of the additions is fixed.
+"""
+
+import triton
+import triton.language as tl
+
+from zoo.kernels.attention.triton.tiles import blocks_of_keys, blocks_of_rows, load_tile, logit_factor, visible_keys
+from zoo.kernels.triton.documents import place_of_block, place_of_head
+from zoo.kernels.triton.tiles import dot, load_rows, store_rows
+
+
+@triton.jit
+def weights_of(query, key, log_sum, factor, rows, keys, window, MASKED: tl.constexpr, WINDOWED: tl.constexpr):
+    """P of rows and keys; 0 where a row does not see a key, and in rows whose `log_sum` is infinite."""
+    weights = tl.exp2(dot(query, tl.trans(key)) * factor - log_sum[:, None])
+    if MASKED:
+        weights = tl.where(visible_keys(keys[None, :], rows[:, None], window, WINDOWED), weights, 0.0)
+    return weights
+
+
+@triton.jit(do_not_specialize=["seq_len", "num_blocks", "window"])
+def row_gradients_kernel(
+    q,
+    k,
+    v,
+    blocks,
+    o,
+    lse,
+    grad_o,
+    totals,
+    grad_q,
+    seq_len,
+    num_blocks,
+    window,
+    scale,
+    q_head,
+    k_head,
+    v_head,
+    HEADS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """One program a block of rows and query head: dq, and do . o, which the other kernel needs."""
+    O_ROW: tl.constexpr = HEADS * VALUE_DIM
+    at_head = tl.program_id(0) // num_blocks
+    number = num_blocks - 1 - tl.program_id(0) % num_blocks  # in a dense batch the longest first
+    document, length, row = place_of_block(blocks, number, seq_len, ROWS)
+    if row >= length:
+        return
+    head, group, zero, head_zero = place_of_head(at_head, document, seq_len, HEADS, REPEAT)
+    batch = (at_head // HEADS).to(tl.int64)
+    rows = row + tl.arange(0, ROWS)
+    column = tl.arange(0, KEYS)
+    query = load_tile(
+        q, batch, seq_len, document + row, document + length, head, q_head, Q_ROW, KEY_DIM, ROWS, BLOCK_K, DESCRIBED
+    )
+    at_values = zero * O_ROW + head * VALUE_DIM
+    grad = load_rows(grad_o + at_values, row, length, O_ROW, VALUE_DIM, ROWS, BLOCK_V)
+    output = load_rows(o + at_values, row, length, O_ROW, VALUE_DIM, ROWS, BLOCK_V)
+    total = tl.sum(grad.to(tl.float32) * output.to(tl.float32), 1)
+    tl.store(totals + head_zero + rows, total, mask=rows < length)
+    log_sum = tl.load(lse + head_zero + rows, mask=rows < length, other=float("inf"))
+    factor = logit_factor(scale)
+
+    grad_query = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    edge, whole, whole_end, end = blocks_of_keys(row, length, window, ROWS, KEYS, WINDOWED)
+    first = whole_end
+    last = end
+    for PART in tl.static_range(2 + WINDOWED):  # the diagonal, what all rows see, the window's edge
+        for j in tl.range(first, last, num_stages=STAGES):
+            at = document + j * KEYS
+            key = load_tile(
+                k, batch, seq_len, at, document + length, group, k_head, K_ROW, KEY_DIM, KEYS, BLOCK_K, DESCRIBED
+            )
+            value = load_tile(
+                v, batch, seq_len, at, document + length, group, v_head, V_ROW, VALUE_DIM, KEYS, BLOCK_V, DESCRIBED
+            )
+            weights = weights_of(query, key, log_sum, factor, rows, j * KEYS + column, window, PART != 1, WINDOWED)
+            grad_logits = weights * (dot(grad, tl.trans(value)) - total[:, None])
+            grad_query += dot(grad_logits.to(key.dtype), key)
+        if PART == 0:
+            first = whole
+            last = whole_end
+        else:
+            first = edge
+            last = whole
+
+    Q_OUT: tl.constexpr = HEADS * KEY_DIM
+    store_rows(grad_q + zero * Q_OUT + head * KEY_DIM, grad_query * scale, row, length, Q_OUT, KEY_DIM, ROWS, BLOCK_K)
+
+
+@triton.jit(do_not_specialize=["seq_len", "num_blocks", "window"])
+def key_gradients_kernel(
+    q,
+    k,
+    v,
+    blocks,
+    lse,
+    grad_o,
+    totals,
+    grad_k,
+    grad_v,
+    seq_len,
+    num_blocks,
+    window,
+    scale,
+    q_head,
+    k_head,
+    v_head,
+    HEADS: tl.constexpr,
+    REPEAT: tl.constexpr,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """One program a block of keys and key/value head: dk and dv, from the query heads that read it."""
+    GROUPS: tl.constexpr = HEADS // REPEAT
+    O_ROW: tl.constexpr = HEADS * VALUE_DIM
+    at_group = tl.program_id(0) // num_blocks
+    number = tl.program_id(0) % num_blocks  # in a dense batch the longest first
+    document, length, first_key = place_of_block(blocks, number, seq_len, KEYS)
+    if first_key >= length:
+        return
+    group, _, zero, _ = place_of_head(at_group, document, seq_len, GROUPS, 1)
+    batch = (at_group // GROUPS).to(tl.int64)
+    index = tl.arange(0, ROWS)
+    keys = first_key + tl.arange(0, KEYS)
+    key = load_tile(
+        k,
+        batch,
+        seq_len,
+        document + first_key,
+        document + length,
+        group,
+        k_head,
+        K_ROW,
+        KEY_DIM,
+        KEYS,
+        BLOCK_K,
+        DESCRIBED,
+    )
+    value = load_tile(
+        v,
+        batch,
+        seq_len,
+        document + first_key,
+        document + length,
+        group,
+        v_head,
+        V_ROW,
+        VALUE_DIM,
+        KEYS,
+        BLOCK_V,
+        DESCRIBED,
+    )
+    factor = logit_factor(scale)
+
+    grad_key = tl.zeros([KEYS, BLOCK_K], tl.float32)
+    grad_value = tl.zeros([KEYS, BLOCK_V], tl.float32)
+    diagonal, whole, whole_end, end = blocks_of_rows(first_key, length, window, ROWS, KEYS, WINDOWED)
+    for repeat in tl.range(REPEAT):
+        head = group * REPEAT + repeat
+        head_zero = (at_group * REPEAT + repeat).to(tl.int64) * seq_len + document
+        first = diagonal
+        last = whole
+        for PART in tl.static_range(2 + WINDOWED):  # the diagonal, rows that see all, the window's edge
+            for i in tl.range(first, last, num_stages=STAGES):
+                at = document + i * ROWS
+                rows = i * ROWS + index
+                query = load_tile(
+                    q, batch, seq_len, at, document + length, head, q_head, Q_ROW, KEY_DIM, ROWS, BLOCK_K, DESCRIBED
+                )
+                grad = load_tile(
+                    grad_o,
+                    batch,
+                    seq_len,
+                    at,
+                    document + length,
+                    head,
+                    VALUE_DIM,
+                    O_ROW,
+                    VALUE_DIM,
+                    ROWS,
+                    BLOCK_V,
+                    DESCRIBED,
+                )
+                log_sum = tl.load(lse + head_zero + rows, mask=rows < length, other=float("inf"))
+                total = tl.load(totals + head_zero + rows, mask=rows < length, other=0.0)
+                weights = weights_of(query, key, log_sum, factor, rows, keys, window, PART != 1, WINDOWED)
+                grad_logits = weights * (dot(grad, tl.trans(value)) - total[:, None])
+                grad_value += dot(tl.trans(weights.to(grad.dtype)), grad)
+                grad_key += dot(tl.trans(grad_logits.to(query.dtype)), query)
+            if PART == 0:
+                first = whole
+                last = whole_end
+            else:
+                first = whole_end
+                last = end
+
+    K_OUT: tl.constexpr = GROUPS * KEY_DIM
+    V_OUT: tl.constexpr = GROUPS * VALUE_DIM
+    store_rows(
+        grad_k + zero * K_OUT + group * KEY_DIM, grad_key * scale, first_key, length, K_OUT, KEY_DIM, KEYS, BLOCK_K
+    )
+    store_rows(
+        grad_v + zero * V_OUT + group * VALUE_DIM, grad_value, first_key, length, V_OUT, VALUE_DIM, KEYS, BLOCK_V
+    )
