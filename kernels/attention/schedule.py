@@ -5,23 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Configuration", "Tiles", "configuration"]
+from zoo.kernels.tiling import Tiles, block_size
 
-
-class Tiles(NamedTuple):
-    """How a kernel is compiled.
-
-    Attributes:
-        rows: of q in a tile.
-        keys: in a tile.
-        warps: of a program.
-        stages: of its software pipeline.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
+__all__ = ["Configuration", "configuration"]
 
 
 class Configuration(NamedTuple):
@@ -45,7 +31,7 @@ class Configuration(NamedTuple):
 @cache
 def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
     """The configuration for head sizes D, D_v and the dtype of v."""
-    block_k, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
+    block_k, block_v = block_size(key_dim), block_size(value_dim)
     widest = max(block_k, block_v)
     if dtype == torch.float32:  # tf32x3 products hold each operand in two parts, in registers
         tiles = Tiles(32, 32, 4, 1) if widest <= 128 else Tiles(16, 16, 8, 1)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from zoo.kernels.tiling import block_size
+
 __all__ = ["Blocks", "Configuration", "Layout", "configuration"]
 
 _SHORTEST_SEGMENT = 8  # chunks: below, what joins the segments costs more than it saves
@@ -60,7 +62,7 @@ class Configuration(NamedTuple):
 @cache
 def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
     """The configuration for head sizes d_k, d_v and the dtype of v."""
-    block_k, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
+    block_k, block_v = block_size(key_dim), block_size(value_dim)
     if dtype == torch.float32:
         # tf32x3 products hold each operand in two parts: chunks of 64 would not fit shared memory where heads are wide.
         # Where they are narrow (d_k = 16), chunks of 64 gave illegal accesses with Triton 3.6 on an H200.

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.packing import num_blocks
+from zoo.kernels.tiling import Tiles, block_size
 
-__all__ = ["Configuration", "SolveBlocks", "Tiles", "configuration", "saved_shapes"]
+__all__ = ["Configuration", "SolveBlocks", "configuration", "saved_shapes"]
 
 
 class SolveBlocks(NamedTuple):
@@ -28,22 +29,6 @@ class SolveBlocks(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
-
-
-class Tiles(NamedTuple):
-    """How a kernel of the gradients is compiled.
-
-    Attributes:
-        rows: of w in a tile.
-        keys: in a tile.
-        warps: of a program.
-        stages: of its software pipeline.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 class Configuration(NamedTuple):
@@ -73,7 +58,7 @@ class Configuration(NamedTuple):
 @cache
 def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
     """The configuration for head sizes D, D_v and the dtype of v."""
-    block_k, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (key_dim, value_dim))
+    block_k, block_v = block_size(key_dim), block_size(value_dim)
     widest = max(block_k, block_v)
     if dtype == torch.float32:  # tf32x3 products hold each operand in two parts, in registers
         block, warps = (32, 4) if widest <= 128 else (16, 8)

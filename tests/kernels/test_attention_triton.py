@@ -20,7 +20,8 @@ from comparing import LAYOUTS, assert_equal
 from torch import Tensor
 
 from zoo.kernels.attention import attention
-from zoo.kernels.attention.schedule import Configuration, Tiles, configuration
+from zoo.kernels.attention.schedule import Configuration, configuration
+from zoo.kernels.tiling import Tiles
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 and a process of its own", allow_module_level=True)

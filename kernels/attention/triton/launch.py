@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zoo.kernels.attention.schedule import Configuration, Tiles, configuration
+from zoo.kernels.attention.schedule import Configuration, configuration
 from zoo.kernels.attention.triton.forward import attention_kernel
 from zoo.kernels.attention.triton.gradients import key_gradients_kernel, row_gradients_kernel
 from zoo.kernels.rows import rows
+from zoo.kernels.tiling import Tiles
 from zoo.kernels.triton.documents import cut
 
 _ALIGNMENT = 16  # bytes, of what a descriptor reads

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.kernels.deltaformer.schedule import Configuration, Tiles, configuration, saved_shapes
+from zoo.kernels.deltaformer.schedule import Configuration, configuration, saved_shapes
 from zoo.kernels.deltaformer.triton.gradients import key_gradients_kernel, row_gradients_kernel
 from zoo.kernels.deltaformer.triton.solve import solve_kernel
 from zoo.kernels.deltaformer.triton.write import write_kernel
 from zoo.kernels.rows import rows
+from zoo.kernels.tiling import Tiles
 from zoo.kernels.triton.documents import cut
 
 _CACHE_BYTES = 32 << 20  # of the L2 cache, that keys and u may take
