@@ -43,8 +43,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, batch_size: int, length: int, device
     if can_read_values(cu_seqlens):
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != length or any(b < a for a, b in pairwise(ends)):
-            fall = next((i for i, (a, b) in enumerate(pairwise(ends)) if b < a), 0)
-            got = ends if len(ends) <= 10 else f"{ends[0]}, ..., {ends[fall]}, {ends[fall + 1]}, ..., {ends[-1]}"
+            fall = next((f"..., {a}, {b}, " for a, b in pairwise(ends) if b < a), "")
+            got = ends if len(ends) <= 10 else f"{ends[0]}, {fall}..., {ends[-1]}"
             raise ValueError(f"cu_seqlens: expected to rise from 0 to T = {length}, got {got}")
 
 

@@ -33,8 +33,7 @@ def attention(
     """Causal attention o_t = sum_i softmax_i(scale * q_t . k_i) v_i over the keys i <= t that t sees.
 
     Hidden values are multiplied by 0, which does not stop inf or NaN: these spread to earlier tokens and to other
-    documents of a packed row. Triton's memory is linear in T, and two of its runs are bit-identical; with a window or
-    packed documents PyTorch holds a mask of every pair of tokens.
+    documents of a packed row. With a window or packed documents "sdpa" holds a mask of every pair of tokens.
 
     Args:
         q: [B, T, H, D].

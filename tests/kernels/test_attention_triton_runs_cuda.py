@@ -177,6 +177,11 @@ def test_without_gradients(window: int | None) -> None:
     assert not attention(**{name: y.detach() for name, y in x.items()}, window=window, impl="triton").requires_grad
 
 
+@pytest.mark.parametrize(("batch", "seq_len"), [(2, 0), (0, 5)])
+def test_no_tokens(batch: int, seq_len: int) -> None:
+    assert all(not y.numel() for y in with_gradients(inputs(seq_len, batch=batch)).values())
+
+
 @pytest.mark.parametrize("name", LEAVES)
 def test_gradients_of_one_leaf_alone(name: str) -> None:
     x = inputs(300)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zoo.kernels import deltaformer, triton_support
-from zoo.kernels.deltaformer import deltaformer_read, deltaformer_write
+from zoo.kernels.deltaformer import deltaformer_read, deltaformer_write, triton_ops
 from zoo.kernels.packing import num_blocks
 
 OP, BACKWARD_OP = (
@@ -272,6 +272,7 @@ PACKED = {name: X[name][:1] for name in LEAVES[:5]}
         ),
         ({"cu_seqlens": torch.tensor([0, 7])}, r"cu_seqlens: .* B = 1, got B = 3"),
         (PACKED | {"cu_seqlens": [0, 7]}, r"cu_seqlens: expected a tensor, got list"),
+        (PACKED | {"cu_seqlens": torch.tensor([0] * 10 + [6])}, r"cu_seqlens: .* T = 7, got 0, \.\.\., 6"),
         (
             PACKED | {"cu_seqlens": torch.tensor([*range(5), 6, 5, 6, 6, 6, 7])},
             r"cu_seqlens: expected to rise from 0 to T = 7, got 0, ..., 6, 5, ..., 7",
@@ -405,6 +406,15 @@ def test_shapes_of_triton_without_values(dtype: torch.dtype, block: int, pieces:
         grads = TRITON_BACKWARD_OP(u, *leaves, hidden, u, lse, inverse, rest, *options)
         for leaf, grad in zip(leaves, grads, strict=True):
             assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
+
+
+@pytest.mark.parametrize(("strength", "expected"), [({}, False), ({"bounded": True}, True), ({"beta": None}, True)])
+def test_triton_is_told_of_bounds(strength: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(triton_ops, "deltaformer_write", lambda *args: given.extend(args) or (args[2],))
+    with FakeTensorMode():
+        deltaformer_write(**on_fake_gpu(inputs(70)) | strength, impl="triton")
+    assert given[-2] is expected
 
 
 MASK = torch.ones(3, 1, 7, 5, dtype=torch.bool)

@@ -168,6 +168,16 @@ def test_a_fixed_strength_is_not_projected(strengths: dict[str, Any], logits: li
     assert layer.in_proj.out_features == 3 * DIM + sum(logits)
 
 
+@pytest.mark.parametrize(("beta", "bounded"), [("sigmoid", True), ("2sigmoid", False), (1.0, True), (1.5, False)])
+def test_the_write_is_told_of_bounds(beta: float | str, bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "zoo.mixers.deltaformer.deltaformer_write", lambda *args, **options: given.update(options) or args[2]
+    )
+    mix(deltaformer(num_heads=2, beta=beta), torch.randn(2, 7, DIM))
+    assert given["bounded"] is bounded
+
+
 def softmax(x: Tensor, seen: Tensor, _: int) -> Tensor:
     weights = x.exp() * seen
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)

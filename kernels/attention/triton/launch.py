@@ -71,18 +71,25 @@ def attention_backward(
     Returns:
         The gradients of q, k and v.
     """
-    run = _Run(q, k, v, cu_seqlens, window, scale)
-    grad_o = grad_o.contiguous()
+    grad_o = rows(grad_o.contiguous())
+    run = _Run(q, k, v, cu_seqlens, window, scale, grad_o)
     grad_q, totals = run.row_gradients(o, lse, grad_o)
     grad_k, grad_v = run.key_gradients(lse, grad_o, totals)
     return grad_q, grad_k, grad_v
 
 
 class _Run:
-    """The launches over one batch."""
+    """The launches over one batch; `others` are rows that they read, too."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None,
+        window: int | None,
+        scale: float,
+        *others: Tensor,
     ) -> None:
         self.batch, self.seq_len, self.heads, self.key_dim = q.shape
         self.groups, self.value_dim = v.shape[2:]
@@ -90,7 +97,7 @@ class _Run:
         self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         self.window, self.scale = window, scale
         self.configuration: Configuration = configuration(self.key_dim, self.value_dim, v.dtype)
-        self.described = v.dtype != torch.float32 and all(map(_can_be_described, (self.q, self.k, self.v)))
+        self.described = v.dtype != torch.float32 and all(map(_can_be_described, (self.q, self.k, self.v, *others)))
 
     def forward(self, o: Tensor, lse: Tensor | None) -> None:
         tiles = self.configuration.forward
@@ -125,8 +132,7 @@ class _Run:
             grad_o.new_empty(self.batch, self.seq_len, self.groups, size) for size in (self.key_dim, self.value_dim)
         )
         blocks, count = cut(self.seq_len, self.cu_seqlens, tiles.keys)
-        self.described &= _can_be_described(grad_o)
-        grad = self._tile(rows(grad_o), tiles.rows, self.configuration.block_v)
+        grad = self._tile(grad_o, tiles.rows, self.configuration.block_v)
         key_gradients_kernel[self.batch * self.groups * count,](
             *self._inputs(tiles),
             blocks,
