@@ -79,7 +79,9 @@ def changed(x: dict[str, Any], change: Callable[[Tensor], Tensor], names: tuple[
 
 def with_gradients(x: dict[str, Any], grad_u: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
     """u and the gradients of every leaf, unless `options` say otherwise in Triton, which is told of bounds."""
-    options = {"impl": "triton", "bounded": bool(x["beta"].abs().max() <= 1)} | options
+    options = {"impl": "triton"} | options
+    if "bounded" not in options:  # waits for the device
+        options["bounded"] = bool(x["beta"].abs().max() <= 1)
     u = deltaformer_write(**x, **options)
     grads = torch.autograd.grad(u, [x[name] for name in LEAVES], upstream(u) if grad_u is None else grad_u)
     return {"u": u.detach(), **dict(zip(LEAVES, grads, strict=True))}
