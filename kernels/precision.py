@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["precise", "precise_dtype", "without_autocast"]
+__all__ = ["layers_dtype", "precise", "precise_dtype", "without_autocast"]
 
 
 def precise_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -17,6 +17,14 @@ def precise_dtype(dtype: torch.dtype) -> torch.dtype:
 def precise(x: Tensor) -> Tensor:
     """x in that dtype."""
     return x.to(precise_dtype(x.dtype))
+
+
+def layers_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that linear layers give to what they make of x: autocast's, or that of x."""
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -3,7 +3,6 @@
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 __all__ = ["MAX_HEAD_DIM", "missing_for_heads", "missing_for_triton", "shared_memory"]
 
@@ -13,35 +12,37 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INSTALLED = find_spec("triton") is not None
 
 
-def missing_for_triton(name: str, x: Tensor) -> str | None:
+def missing_for_triton(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """What a call lacks, or None.
 
     Args:
         name: of the argument whose dtype the kernels take.
-        x: its value.
+        device: of the tensors.
+        dtype: of that argument.
     """
     if not _INSTALLED:
         return "the package triton, which is not installed"
-    if x.device.type != "cuda":
-        return f"CUDA tensors, got {x.device}"
-    if x.dtype not in _DTYPES:
-        return f"{name} in bfloat16, float16 or float32, got {x.dtype}"
+    if device.type != "cuda":
+        return f"CUDA tensors, got {device}"
+    if dtype not in _DTYPES:
+        return f"{name} in bfloat16, float16 or float32, got {dtype}"
     return None
 
 
-def missing_for_heads(v: Tensor, **sizes: int) -> str | None:
+def missing_for_heads(device: torch.device, dtype: torch.dtype, **sizes: int) -> str | None:
     """What a call lacks whose kernels hold whole heads, or None.
 
     Args:
-        v: the argument whose dtype the kernels take.
+        device: of the tensors.
+        dtype: of v.
         sizes: of the heads, by name.
     """
-    missing = missing_for_triton("v", v)
+    missing = missing_for_triton("v", device, dtype)
     if missing is not None:
         return missing
     if max(sizes.values()) > MAX_HEAD_DIM:
         return f"{' and '.join(sizes)} of at most {MAX_HEAD_DIM}, got {' and '.join(map(str, sizes.values()))}"
-    available = shared_memory(v.device)
+    available = shared_memory(device)
     if available < _MIN_SHARED_MEMORY:
         return f"a GPU with {_MIN_SHARED_MEMORY} bytes of shared memory for a program, got one with {available}"
     return None

@@ -4,12 +4,12 @@ Shapes: B batch, T sequence length, N documents, S slots of a cache, d_h head di
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zoo.kernels.attention import document_ids, visible
+from zoo.kernels.attention import Mask, attention_mask, document_ids, visible
 from zoo.mixers.cache import slot_positions
 from zoo.mixers.norms import StaticFloat
 
@@ -19,7 +19,7 @@ __all__ = ["AttentionMask", "Context", "RotaryTable", "Shared"]
 class Shared(Protocol):
     """A hashable description of something that layers share; equal descriptions are built once."""
 
-    def build(self, context: "Context") -> Tensor | None:
+    def build(self, context: "Context") -> Any:
         """Compute it for one call of the model."""
         ...
 
@@ -32,27 +32,32 @@ class Context:
         positions: [B or 1, T] int64; within its own document where sequences are packed.
         cu_seqlens: [N + 1] int32 of packed sequences, or None.
         max_length: slots of a full cache when decoding from a state, else None.
+        dtype: what the layers compute in.
         tables: what the layers asked for, by its description.
     """
 
     positions: Tensor
     cu_seqlens: Tensor | None = None
     max_length: int | None = None
-    tables: dict[Shared, Tensor | None] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    tables: dict[Shared, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_tokens(cls, tokens: Tensor, cu_seqlens: Tensor | None = None) -> "Context":
+    def from_tokens(
+        cls, tokens: Tensor, cu_seqlens: Tensor | None = None, *, dtype: torch.dtype = torch.float32
+    ) -> "Context":
         """The context of sequences that start here.
 
         Args:
             tokens: [B, T].
             cu_seqlens: [N + 1] if B = 1 row holds N packed documents.
+            dtype: what the layers compute in; another one may cost them a mask each.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         if cu_seqlens is not None:
             documents = document_ids(cu_seqlens, tokens.shape[1])
             positions = positions - cu_seqlens.long()[documents]
-        return cls(positions=positions[None], cu_seqlens=cu_seqlens)
+        return cls(positions=positions[None], cu_seqlens=cu_seqlens, dtype=dtype)
 
     @classmethod
     def from_state(cls, tokens: Tensor, start: Tensor, max_length: int) -> "Context":
@@ -90,23 +95,41 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """Which keys each token sees: bool [B or 1, 1, T, keys], or None where plain causal attention needs no mask.
+    """Which keys each token sees, as far as the backend wants that made beforehand.
 
-    ``window`` counts the visible keys, the token itself included; None sees everything before.
-    When decoding, the keys are a ring cache's slots followed by the new tokens.
+    Decoding, the keys are a ring cache's slots followed by the new tokens: what is visible is bool [B, 1, T, keys].
+
+    Attributes:
+        window: visible keys, the token itself included; None sees everything before.
+        head_dim: d_h.
+        backend: an implementation of `attention`.
     """
 
     window: int | None
+    head_dim: int
+    backend: str = "auto"
 
-    def build(self, context: Context) -> Tensor | None:
-        """The mask for this call."""
+    def build(self, context: Context) -> Mask | None:
+        """The mask for this call, or None where the backend needs none."""
+        positions = context.positions
+        if context.max_length is None:
+            return attention_mask(
+                positions.shape[1],
+                window=self.window,
+                cu_seqlens=context.cu_seqlens,
+                head_dims=(self.head_dim, self.head_dim),
+                device=positions.device,
+                dtype=context.dtype,
+                impl=self.backend,
+            )
+        cached = slot_positions(positions[:, 0], self.window or context.max_length)
+        return visible(positions, torch.cat([cached, positions], 1), window=self.window)[:, None]
+
+    def arguments(self, context: Context) -> dict[str, Any]:
+        """What `attention` is told: the mask or what is visible, and the backend. A cache is read through a mask."""
+        mask = context.tables[self]
         if context.max_length is not None:
-            cached = slot_positions(context.positions[:, 0], self.window or context.max_length)
-            keys = torch.cat([cached, context.positions], 1)
-            return visible(context.positions, keys, window=self.window)[:, None]
-        if self.window is None and context.cu_seqlens is None:
-            return None
-        length = context.positions.shape[1]
-        order = torch.arange(length, device=context.positions.device)
-        documents = None if context.cu_seqlens is None else document_ids(context.cu_seqlens, length)
-        return visible(order, order, window=self.window, documents=documents)[None, None]
+            return {"mask": mask, "impl": "reference" if self.backend == "reference" else "sdpa"}
+        if mask is not None:
+            return {"mask": mask, "impl": self.backend}
+        return {"window": self.window, "cu_seqlens": context.cu_seqlens, "impl": self.backend}

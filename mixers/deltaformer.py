@@ -136,7 +136,8 @@ class Deltaformer(Mixer):
         self.widths, self.compared_widths = list(options.projected), list(options.compared)
         self.write_scale, self.read_scale = options.logit_scale(options.kappa1), options.logit_scale(options.kappa2)
         self.write_decimals, self.read_decimals = options.decimals(options.kappa1), options.decimals(options.kappa2)
-        self.mask = AttentionMask(None)
+        # Only softmax is attention, whose backends know what is visible by themselves.
+        self.mask = AttentionMask(None, self.head_dim, "auto" if options.kappa2 == "softmax" else "sdpa")
         self.rotary = options.rotary_table
         self.shared = (self.mask,) if self.rotary is None else (self.mask, self.rotary)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
@@ -169,7 +170,7 @@ class Deltaformer(Mixer):
             k, keys = append(state["keys"], k, start)
             u, written = append(state["u"], u, start)
             state = {"keys": keys, "u": written} | taps
-        return self.out_proj(self._read(q, k, u, context.tables[self.mask]).flatten(-2)), state
+        return self.out_proj(self._read(q, k, u, context).flatten(-2)), state
 
     def _write(self, w: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, **before: Any) -> Tensor:
         return deltaformer_write(
@@ -185,13 +186,14 @@ class Deltaformer(Mixer):
             **before,
         )
 
-    def _read(self, q: Tensor, k: Tensor, u: Tensor, mask: Tensor | None) -> Tensor:
+    def _read(self, q: Tensor, k: Tensor, u: Tensor, context: Context) -> Tensor:
         kappa2, scale = self.options.kappa2, self.read_scale[0]
         if kappa2 != "softmax":
+            mask = context.tables[self.mask]
             return deltaformer_read(q, k, u, kappa2=kappa2, round_decimals=self.read_decimals, scale=scale, mask=mask)
         if self.write_heads != self.num_kv_heads:  # "qk": each query head has a u of its own
             k = k.repeat_interleave(self.write_heads // self.num_kv_heads, 2)
-        return attention(q, k, u, mask=mask, scale=scale)
+        return attention(q, k, u, scale=scale, **self.mask.arguments(context))
 
     def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:
         """``keys`` [B, max_length, G, d_h], ``u`` [B, max_length, H_u, d_h], and the convolution's ``taps`` if any."""

@@ -26,11 +26,12 @@ class AttentionOptions(RotaryOptions):
     Attributes:
         qk_norm: norm of queries and keys per head: "rms" is learned; "l2" gives cosines, whose logits are scaled by
             d_h^1/2 (as rms without its weights would); "none".
-        backend: the implementation, see `zoo.kernels.attention.attention`.
+        backend: the implementation, see `zoo.kernels.attention.attention`; decoding from a state takes "sdpa", or
+            "reference".
     """
 
     qk_norm: HeadNorm = "none"
-    backend: Literal["auto", "sdpa", "reference"] = "auto"
+    backend: Literal["auto", "sdpa", "flash", "flex", "xformers", "triton", "reference"] = "auto"
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -75,9 +76,8 @@ class SoftmaxAttention(Mixer):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = options.heads
         self.widths = list(options.widths)
-        self.backend = options.backend
         self.qk_norm = options.qk_norm
-        self.mask = AttentionMask(window)
+        self.mask = AttentionMask(window, self.head_dim, options.backend)
         self.rotary = options.rotary_table
         self.shared = (self.mask,) if self.rotary is None else (self.mask, self.rotary)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
@@ -96,7 +96,7 @@ class SoftmaxAttention(Mixer):
             v, values = append(state["values"], v, start)
             state = {"keys": keys, "values": values}
         scale = self.head_dim ** (0.5 if self.qk_norm == "l2" else -0.5)
-        o = attention(q, k, v, mask=context.tables[self.mask], scale=scale, impl=self.backend)
+        o = attention(q, k, v, scale=scale, **self.mask.arguments(context))
         return self.out_proj(o.flatten(-2)), state
 
     def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:

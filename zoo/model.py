@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import components, registry
 from zoo.config import ModelConfig
 from zoo.kernels.packing import can_read_values, check_cu_seqlens
+from zoo.kernels.precision import layers_dtype
 from zoo.loss import IGNORED, linear_cross_entropy
 from zoo.mixers.context import Context
 from zoo.mixers.contract import Mixer, State
@@ -92,12 +93,12 @@ class LanguageModel(nn.Module):
         """
         self._check(tokens, labels, cu_seqlens, state)
         states: list[State | None] = [None] * len(self.blocks)
+        embedded = nn.functional.embedding(tokens, self.embedding.weight)  # its own forward reads floats: `StaticFloat`
         if state is None:
-            context = Context.from_tokens(tokens, cu_seqlens)
+            context = Context.from_tokens(tokens, cu_seqlens, dtype=layers_dtype(embedded))
         else:
             context = Context.from_state(tokens, state["positions"], state["room"].shape[1])
             states = [dict(state["layers", str(i)].items()) for i in range(len(self.blocks))]
-        embedded = nn.functional.embedding(tokens, self.embedding.weight)  # its own forward reads floats: `StaticFloat`
         hidden, states = self._run(embedded, context.share(self.shared), states)
         weight = self.embedding.weight if self.head is None else self.head.weight
         if labels is not None:

@@ -147,7 +147,7 @@ def _choose(impl: str, v: Tensor, key_dim: int) -> _Form:
     """
     if impl == "reference" or impl == "torch":
         return impl
-    missing = missing_for_heads(v, d_k=key_dim, d_v=v.shape[-1])
+    missing = missing_for_heads(v.device, v.dtype, d_k=key_dim, d_v=v.shape[-1])
     if missing is None:
         return "triton"
     if impl == "triton":

@@ -122,7 +122,9 @@ def _choose(impl: str, v: Tensor, head_dim: int, prefix_k: Tensor | None) -> _Fo
     """
     if impl == "reference" or impl == "torch":
         return impl
-    missing = missing_for_heads(v, D=head_dim, D_v=v.shape[-1]) if prefix_k is None else "a call without a prefix"
+    missing = "a call without a prefix"
+    if prefix_k is None:
+        missing = missing_for_heads(v.device, v.dtype, D=head_dim, D_v=v.shape[-1])
     if missing is None:
         return "triton"
     if impl == "triton":

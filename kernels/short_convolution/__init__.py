@@ -71,7 +71,7 @@ def short_convolution(
 
 def _missing(x: Tensor, weight: Tensor, taps: Tensor | None) -> str | None:
     """What a call lacks for Triton, or None."""
-    missing = missing_for_triton("x", x)
+    missing = missing_for_triton("x", x.device, x.dtype)
     if missing is not None:
         return missing
     if weight.shape[0] > _MAX_TAPS:

@@ -67,7 +67,8 @@ def with_gradients(x: dict[str, Any], grad_o: Tensor | None = None, **options: A
 def exact(x: dict[str, Any], grad_o: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
     """The same in float64, from the values that x has in its own precision."""
     grad_o = None if grad_o is None else grad_o.double()
-    return with_gradients(changed(x, torch.Tensor.double), grad_o, **options, impl="sdpa")
+    others: dict[str, Any] = options | {"impl": "sdpa"}
+    return with_gradients(changed(x, torch.Tensor.double), grad_o, **others)
 
 
 def assert_rounded(
@@ -103,7 +104,8 @@ def check(x: dict[str, Any], **options: Any) -> None:
 def check_hard(x: dict[str, Any], **options: Any) -> None:
     """o and every gradient, which may also be about as far off as PyTorch's own attention."""
     dtype, expected = x["v"].dtype, exact(x, **options)
-    in_pytorch = with_gradients(x, **options, impl="sdpa")
+    others: dict[str, Any] = options | {"impl": "sdpa"}
+    in_pytorch = with_gradients(x, **others)
     alternatives = {
         name: IN_PYTORCH * float((y.double() - expected[name]).norm())
         for name, y in in_pytorch.items()

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zoo.kernels.attention import attention, document_ids, visible
+from zoo.kernels.attention.flex import find_blocks
 from zoo.kernels.attention.reference import attention_reference
 
 W = 8
@@ -158,14 +159,29 @@ def test_shapes_of_triton_without_values(dtype: torch.dtype) -> None:
 
 Q, K, V = (torch.zeros(1, 5, heads, 4) for heads in (4, 2, 2))
 ALL = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+BLOCKS = find_blocks(5, None, None, Q.device)
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"impl": "flash"}, r"impl: expected one of auto, sdpa, triton, reference, got 'flash'"),
-        ({"impl": "triton"}, r"impl: 'triton' needs CUDA tensors, got cpu"),
-        ({"impl": "triton", "mask": ALL}, r"impl: 'triton' needs a call without a mask"),
+        (
+            {"impl": "fast"},
+            r"impl: expected one of auto, sdpa, flash, flex, xformers, triton, reference, got 'fast'",
+        ),
+        *(({"impl": name}, f"impl: '{name}' needs CUDA tensors, got cpu") for name in ("flash", "flex", "triton")),
+        *(
+            ({"impl": name, "mask": ALL}, f"impl: '{name}' needs a call without a mask")
+            for name in ("flash", "flex", "xformers", "triton")
+        ),
+        ({"impl": "sdpa", "mask": BLOCKS}, r"impl: 'sdpa' needs a call without a mask"),
+        ({"impl": "triton", "scale": 0.0}, r"impl: 'triton' needs a positive scale, got 0.0"),
+        ({"q": 3}, r"q: expected a tensor \[B, T, H, D\], got 3"),
+        ({"k": None}, r"k: expected a tensor \[B, T, G, D\], got None"),
+        ({"k": K.to("meta")}, r"k: expected the device of q, cpu, got meta"),
+        ({"scale": "x"}, r"scale: expected a number, got 'x'"),
+        ({"window": 2.5}, r"window: expected a whole number of at least 1, got 2.5"),
+        ({"window": True}, r"window: expected a whole number of at least 1, got True"),
         ({"q": Q[0]}, r"q: expected \[B, T, H, D\].*got \[5, 4, 4\]"),
         ({"q": Q.long()}, r"q: expected .*floating.*int64"),
         ({"k": K[0]}, r"k: expected \[1, 5, G, 4\] with G dividing 4, got \[5, 2, 4\]"),
@@ -177,7 +193,8 @@ ALL = torch.ones(1, 1, 5, 5, dtype=torch.bool)
         ({"v": V[:, :4]}, r"v: expected \[1, 5, 2, 'D_v'\], got \[1, 4, 2, 4\]"),
         ({"v": V[..., 0]}, r"v: expected .*got \[1, 5, 2\]"),
         ({"v": V.int()}, r"v: expected .*floating.*int32"),
-        ({"window": 0}, r"window: expected at least 1 visible key, got 0"),
+        ({"window": 0}, r"window: expected a whole number of at least 1, got 0"),
+        ({"mask": 1}, r"mask: expected a bool tensor, or what attention_mask returns, got 1"),
         ({"mask": ALL, "window": 3}, r"mask: .*neither window nor cu_seqlens"),
         ({"mask": ALL, "cu_seqlens": torch.tensor([0, 5])}, r"mask: .*neither window nor cu_seqlens"),
         ({"mask": ALL.float()}, r"mask: expected bool .*float32"),

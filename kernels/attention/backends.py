@@ -1,0 +1,84 @@
+"""What computes attention, and what each needs of a call."""
+
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from zoo.kernels.triton_support import missing_for_heads
+
+__all__ = ["BACKENDS", "Call", "choose"]
+
+BACKENDS = ("sdpa", "flash", "flex", "xformers", "triton")  # fast ones; beside them there is "reference"
+
+_HALVES = (torch.bfloat16, torch.float16)
+_FLASH_MULTIPLE, _FLASH_MAX_HEAD_DIM, _FLEX_MIN_HEAD_DIM = 8, 256, 16
+
+
+class Call(NamedTuple):
+    """What decides who can compute a call, and who is fastest.
+
+    Attributes:
+        device: of the tensors.
+        dtype: of the values.
+        key_dim: D.
+        value_dim: D_v.
+        windowed: whether there is a window.
+        packed: whether documents are packed.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    key_dim: int
+    value_dim: int
+    windowed: bool
+    packed: bool
+
+
+def choose(impl: str, call: Call) -> str:
+    """The backend of a call, or "reference".
+
+    Args:
+        impl: what was asked for: one of these, or "auto".
+        call: for which.
+
+    Raises:
+        ValueError: it cannot serve the call, and why.
+    """
+    if impl == "auto":
+        return "sdpa"
+    missing = _missing(impl, call)
+    if missing is not None:
+        raise ValueError(f"impl: {impl!r} needs {missing}")
+    return impl
+
+
+def _missing(backend: str, call: Call) -> str | None:
+    """What a call lacks, or None."""
+    if backend in ("sdpa", "reference"):
+        return None
+    if backend == "triton":
+        return missing_for_heads(call.device, call.dtype, D=call.key_dim, D_v=call.value_dim)
+    if backend == "xformers" and find_spec("xformers") is None:
+        return "the package xformers, which is not installed: pip install 'mixer-zoo[xformers]'"
+    if call.device.type != "cuda":
+        return f"CUDA tensors, got {call.device}"
+    return _missing_for_flex(call) if backend == "flex" else _missing_for_flash(call)
+
+
+def _missing_for_flex(call: Call) -> str | None:
+    if call.dtype not in (*_HALVES, torch.float32):
+        return f"v in bfloat16, float16 or float32, got {call.dtype}"
+    if min(call.key_dim, call.value_dim) < _FLEX_MIN_HEAD_DIM:
+        return f"D and D_v of at least {_FLEX_MIN_HEAD_DIM}, got {call.key_dim} and {call.value_dim}"
+    return None
+
+
+def _missing_for_flash(call: Call) -> str | None:
+    if call.dtype not in _HALVES:
+        return f"v in bfloat16 or float16, got {call.dtype}"
+    size = call.key_dim
+    if size != call.value_dim or size % _FLASH_MULTIPLE or size > _FLASH_MAX_HEAD_DIM:
+        allowed = f"a multiple of {_FLASH_MULTIPLE} up to {_FLASH_MAX_HEAD_DIM}"
+        return f"D = D_v, {allowed}, got {size} and {call.value_dim}"
+    return None

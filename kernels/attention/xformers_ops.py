@@ -1,0 +1,120 @@
+"""xformers' memory-efficient attention as torch.library ops, which take cu_seqlens: its own masks hold lengths that a
+graph would be compiled for.
+
+Shapes: B batch, T tokens, H heads, D head dim, N documents.
+"""
+
+import ctypes
+from functools import cache
+from importlib.metadata import PackageNotFoundError, files
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["attention", "attention_backward"]
+
+
+@cache
+def _fmha() -> Any:
+    """The module of xformers, which finds its extension's CUDA 12 runtime beside a torch of CUDA 13.
+
+    Raises:
+        ImportError: xformers, or its extension, cannot be loaded.
+    """
+    try:
+        runtime = files("nvidia-cuda-runtime-cu12") or ()
+    except PackageNotFoundError:
+        runtime = ()
+    for file in runtime:
+        if file.name == "libcudart.so.12":
+            ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)
+    from xformers.ops import fmha  # pyright: ignore[reportMissingImports]
+
+    return fmha
+
+
+def _bias(seq_len: int, cu_seqlens: Tensor | None, window: int | None) -> Any:
+    """What a token sees; of documents nothing but their ends on the device is read."""
+    masks = _fmha().attn_bias
+    if cu_seqlens is None:
+        if window is None:
+            return masks.LowerTriangularMask()
+        return masks.LowerTriangularFromBottomRightLocalAttentionMask(window)
+    lengths = masks._SeqLenInfo(seqstart=cu_seqlens.int(), max_seqlen=seq_len, min_seqlen=0, seqstart_py=[0, seq_len])
+    if window is None:
+        return masks.BlockDiagonalCausalMask(q_seqinfo=lengths, k_seqinfo=lengths)
+    return masks.BlockDiagonalCausalLocalAttentionMask(q_seqinfo=lengths, k_seqinfo=lengths, _window_size=window)
+
+
+@torch.library.custom_op("zoo::attention_xformers", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention.
+
+    Args:
+        q: [B, T, H, D], bf16 or fp16, like the others.
+        k: [B, T, H, D].
+        v: [B, T, H, D].
+        cu_seqlens: [N + 1], or None.
+        window: keys that a token sees, itself included; None for all.
+        scale: of the logits.
+
+    Returns:
+        o [B, T, H, D], and the log-sum-exp of each row's logits, [B, H, T] fp32.
+    """
+    fmha = _fmha()
+    o, lse = fmha.memory_efficient_attention_forward_requires_grad(
+        q, k, v, _bias(q.shape[1], cu_seqlens, window), scale=scale, op=fmha.flash.FwOp
+    )
+    return o.contiguous(), lse.contiguous()
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, seq_len, heads, _dim = q.shape
+    return q.new_empty(q.shape), q.new_empty(batch, heads, seq_len, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "zoo::attention_xformers_backward", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,)
+)
+def attention_backward(
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, from that of o."""
+    fmha = _fmha()
+    bias = _bias(q.shape[1], cu_seqlens, window)
+    grads = fmha.memory_efficient_attention_backward(grad_o, o, lse, q, k, v, bias, scale=scale, op=fmha.flash.BwOp)
+    grad_q, grad_k, grad_v = (x.contiguous() for x in grads)
+    return grad_q, grad_k, grad_v
+
+
+@attention_backward.register_fake
+def _(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_o: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_o is None:
+        return (None,) * 6
+    return *attention_backward(grad_o, *ctx.saved_tensors, ctx.window, ctx.scale), *(None,) * 3
+
+
+attention.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,197 @@
+"""Backends of attention: which one computes a call, what it needs, what it is told of what is visible.
+
+Shapes: B batch, T sequence length, H heads, G key/value heads, D and D_v their sizes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zoo.kernels.attention import BACKENDS, attention, attention_mask, backends, document_ids, visible
+from zoo.kernels.attention.backends import Call, choose
+from zoo.kernels.attention.flash import flash_inputs
+from zoo.kernels.attention.flex import Blocks, find_blocks, flexible_attention
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CALL = Call(CUDA, torch.bfloat16, 64, 64, windowed=True, packed=False)
+SIZE = 128
+PACKINGS = ((5, 1, 294), (100, 200), (300,), (1, 0, 299), (60,) * 5)
+
+
+def inputs(seq_len: int, groups: int = 2, batch: int = 1, device: str = "cpu", **options: Any) -> dict[str, Any]:
+    shapes = {"q": (batch, seq_len, 4, 16), "k": (batch, seq_len, groups, 16), "v": (batch, seq_len, groups, 16)}
+    return {name: torch.randn(shape, device=device, **options).requires_grad_() for name, shape in shapes.items()}
+
+
+def ends(pieces: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *pieces]).cumsum(0).int()
+
+
+@pytest.fixture
+def with_xformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda name: name)
+
+
+@pytest.mark.usefixtures("with_xformers")
+@pytest.mark.parametrize("impl", [*BACKENDS, "reference"])
+def test_an_explicit_backend_is_the_one(impl: str) -> None:
+    assert choose(impl, CALL) == impl
+
+
+@pytest.mark.parametrize("call", [CALL, CALL._replace(device=CPU, windowed=False, dtype=torch.float64)])
+def test_auto_serves_any_call(call: Call) -> None:
+    assert choose(choose("auto", call), call) == choose("auto", call)
+
+
+@pytest.mark.usefixtures("with_xformers")
+@pytest.mark.parametrize(
+    ("names", "changes", "needs"),
+    [
+        (("flash", "flex", "xformers", "triton"), {"device": CPU}, "CUDA tensors, got cpu"),
+        (("flash", "xformers"), {"dtype": torch.float32}, "v in bfloat16 or float16, got torch.float32"),
+        (("flex", "triton"), {"dtype": torch.float64}, "v in bfloat16, float16 or float32, got torch.float64"),
+        (("flash", "xformers"), {"value_dim": 32}, "D = D_v, a multiple of 8 up to 256, got 64 and 32"),
+        (("flash", "xformers"), {"key_dim": 100, "value_dim": 100}, "D = D_v, .*, got 100 and 100"),
+        (("flash", "xformers"), {"key_dim": 264, "value_dim": 264}, "D = D_v, .*, got 264 and 264"),
+        (("flex",), {"value_dim": 8}, "D and D_v of at least 16, got 64 and 8"),
+        (("triton",), {"key_dim": 264}, "D and D_v of at most 256, got 264 and 64"),
+    ],
+)
+def test_what_a_backend_needs(names: tuple[str, ...], changes: dict[str, Any], needs: str) -> None:
+    for name in names:
+        with pytest.raises(ValueError, match=f"^impl: '{name}' needs {needs}$"):
+            choose(name, CALL._replace(**changes))
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda _: None)
+    message = r"^impl: 'xformers' needs the package xformers, .*: pip install 'mixer-zoo\[xformers\]'$"
+    with pytest.raises(ValueError, match=message):
+        attention(**inputs(5), impl="xformers")
+
+
+@pytest.mark.parametrize("impl", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("pieces", [None, (3, 0, 14)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_mask_made_beforehand(window: int | None, pieces: tuple[int, ...] | None, impl: str) -> None:
+    x, cu_seqlens = inputs(17), None if pieces is None else ends(pieces)
+    given: dict[str, Any] = {"window": window, "cu_seqlens": cu_seqlens}
+    mask = attention_mask(17, **given, head_dims=(16, 16), device=CPU, dtype=torch.float32, impl=impl)
+    needless = impl != "reference" and window is None and pieces is None
+    assert (mask is None) == needless
+    assert torch.equal(attention(**x, mask=mask, impl=impl), attention(**x, **given, impl=impl))
+
+
+@pytest.mark.usefixtures("with_xformers")
+@pytest.mark.parametrize("impl", ["flash", "xformers", "triton"])
+def test_backends_that_need_no_mask(impl: str) -> None:
+    cu_seqlens = torch.empty(3, device="meta")
+    assert (
+        attention_mask(9, cu_seqlens=cu_seqlens, head_dims=(64, 64), device=CUDA, dtype=CALL.dtype, impl=impl) is None
+    )
+
+
+def test_a_mask_for_a_backend_that_cannot() -> None:
+    with pytest.raises(ValueError, match=r"^impl: 'flex' needs CUDA tensors, got cpu$"):
+        attention_mask(9, head_dims=(16, 16), device=CPU, dtype=torch.float32, impl="flex")
+
+
+def listed(table: tuple[Tensor, Tensor]) -> Tensor:
+    """bool [M, M] of a table of blocks."""
+    (counts,), (order,) = (x[0] for x in table)
+    chosen = torch.zeros(order.shape, dtype=torch.bool)
+    for row, count in enumerate(counts.tolist()):
+        chosen[row, order[row, :count].long()] = True
+    return chosen
+
+
+@pytest.mark.parametrize("seq_len", [1, 127, 128, 129, 300, 1024])
+@pytest.mark.parametrize("window", [None, 1, 50, 128, 129, 300, 2000])
+def test_blocks_of_flex_attention(window: int | None, seq_len: int) -> None:
+    """A block is listed as whole if all its pairs are visible, as partly visible if some are, else not at all."""
+    for pieces in (None, (seq_len,), (1, 0, seq_len - 1), (*(7,) * (seq_len // 7), seq_len % 7)):
+        cu_seqlens, order = None if pieces is None else ends(pieces), torch.arange(seq_len)
+        documents = None if cu_seqlens is None else document_ids(cu_seqlens, seq_len)
+        count = -(-seq_len // SIZE)
+        pairs = torch.zeros(2, count * SIZE, count * SIZE, dtype=torch.bool)
+        pairs[1] = True  # beyond the end anything may be seen
+        pairs[:, :seq_len, :seq_len] = visible(order, order, window=window, documents=documents)
+        by_block = pairs.view(2, count, SIZE, count, SIZE).transpose(2, 3).flatten(3)
+        some, whole = by_block[0].any(-1), by_block[1].all(-1) & by_block[0].any(-1)
+        blocks = find_blocks(seq_len, window, cu_seqlens, CPU)
+        partly, wholly = listed(blocks.partly), listed(blocks.wholly)
+        assert torch.equal(partly | wholly, some)
+        assert not (wholly & ~whole).any()
+        assert not (partly & wholly).any()
+        assert torch.equal(wholly[:-1, :-1], whole[:-1, :-1])  # of the last ones, which end early, not all are found
+        assert torch.equal(listed(blocks.partly_seen), partly.mT)
+        assert torch.equal(listed(blocks.wholly_seen), wholly.mT)
+
+
+def compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("window", [None, 50])
+def test_flex_attention_in_one_graph_over_packings(window: int | None) -> None:
+    def attend(x: dict[str, Tensor], cu_seqlens: Tensor) -> Tensor:
+        blocks = find_blocks(x["q"].shape[1], window, cu_seqlens, CPU)
+        return flexible_attention(x["q"], x["k"], x["v"], blocks, 0.3)
+
+    call = compiled(attend)
+    for index, pieces in enumerate(PACKINGS):
+        x, cu_seqlens = {name: y.detach() for name, y in inputs(sum(pieces)).items()}, ends(pieces)
+        with torch._dynamo.config.patch(error_on_recompile=index > 1):  # the number of documents becomes dynamic
+            actual = call(x, cu_seqlens)
+        expected = attention(**x, window=window, cu_seqlens=cu_seqlens, scale=0.3)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_what_flash_attention_reads(groups: int) -> None:
+    """Whole heads in aligned rows; what is so already is not copied."""
+    x = inputs(9, groups, batch=2)
+    q, k, _ = flash_inputs(*x.values())
+    assert q is x["q"]
+    assert torch.equal(k, x["k"].repeat_interleave(4 // groups, 2))
+    for change in (lambda y: y[:, :, :, ::2], lambda y: y.flatten()[1:129].view(1, 2, 4, 16), lambda y: y.mT):
+        view = change(x["q"].detach())
+        q, _, _ = flash_inputs(view, view, view)
+        assert torch.equal(q, view)
+        assert q.is_contiguous()
+        assert q.storage_offset() == 0
+    together = torch.randn(2, 9, 3 * 64)
+    parts = [y.unflatten(-1, (4, 16)) for y in together.split(64, -1)]
+    assert all(a is b for a, b in zip(flash_inputs(*parts), parts, strict=True))
+
+
+@pytest.mark.usefixtures("with_xformers")
+@pytest.mark.parametrize("impl", ["flash", "xformers"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_shapes_without_values(impl: str, packed: bool) -> None:
+    """What they return on a device is compared with it there."""
+    with FakeTensorMode():
+        x = inputs(37, 4, batch=1 if packed else 3, device="cuda", dtype=torch.bfloat16)
+        x = {name: y.detach() for name, y in x.items()}
+        cu_seqlens = torch.empty(3, dtype=torch.int64, device="cuda") if packed else None
+        o = attention(**x, window=8, cu_seqlens=cu_seqlens, impl=impl)
+        assert (o.shape, o.dtype, o.device.type) == (x["q"].shape, torch.bfloat16, "cuda")
+        o, lse = torch.ops.zoo.attention_xformers(*x.values(), cu_seqlens, 8, 0.3)
+        assert (lse.shape, lse.dtype) == ((o.shape[0], 4, 37), torch.float32)
+        grads = torch.ops.zoo.attention_xformers_backward(o, *x.values(), cu_seqlens, o, lse, 8, 0.3)
+        assert [(y.shape, y.dtype) for y in grads] == [(y.shape, y.dtype) for y in x.values()]
+
+
+def test_blocks_are_not_a_mask_of_pairs() -> None:
+    x = inputs(9)
+    blocks = find_blocks(9, None, None, CPU)
+    assert isinstance(blocks, Blocks)
+    with pytest.raises(ValueError, match=r"^impl: 'reference' needs a call without a mask$"):
+        attention(**x, mask=blocks, impl="reference")
