@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.delta_rule import recurrent_delta_rule
+from zoo.memory import peak_bytes
+from zoo.timing import call_ms
 
 sys.path.insert(0, str(Path(__file__).parent))  # not there under PYTHONSAFEPATH, nor in the processes of `start`
 from delta_rule_calls import (
@@ -40,11 +42,9 @@ from harness import (
     DEVICE,
     Benchmark,
     Part,
-    call_ms,
     compile_in_parallel,
     first_calls_s,
     gpu_times,
-    peak_bytes,
     rounded,
     saved_for_backward,
     seconds_of,
@@ -162,7 +162,7 @@ def lengths() -> dict[str, Any]:
         method, times = gpu_times(calls)
         row: dict[str, Any] = {"T": length, "gpu_method": method}
         row |= {f"{name}_ms_per_1k": rounded((ms["median"] or 0) * 1024 / length) for name, ms in times.items()}
-        row["peak_bytes"] = peak_bytes(calls["forward_backward"])
+        row["peak_bytes"] = peak_bytes(calls["forward_backward"], DEVICE)
         show(*(x for key, x in row.items() if "T" in key or "1k" in key), row["peak_bytes"] / length / 1024)
         rows.append(row)
         del inputs, gradients, calls

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.deltaformer import CHUNK
+from zoo.memory import peak_bytes
+from zoo.timing import call_ms
 
 sys.path.insert(0, str(Path(__file__).parent))  # not there under PYTHONSAFEPATH, nor in the processes of `start`
 from delta_rule_calls import STEPS, Inputs, Rule, forward, forward_backward, make_gradients, make_inputs
@@ -49,11 +51,9 @@ from harness import (
     DEVICE,
     Benchmark,
     Part,
-    call_ms,
     compile_in_parallel,
     first_calls_s,
     gpu_times,
-    peak_bytes,
     ratios,
     relative_errors,
     rounded,
@@ -219,7 +219,7 @@ def lengths() -> dict[str, Any]:
         row: dict[str, Any] = {"T": length, "gpu_method": method}
         for name, call in calls.items():
             per_1k = rounded((times[name]["median"] or 0) * 1024 / length)
-            row[name] = {"ms_per_1k": per_1k, "peak_bytes": peak_bytes(call)}
+            row[name] = {"ms_per_1k": per_1k, "peak_bytes": peak_bytes(call, DEVICE)}
         peaks = [row[name]["peak_bytes"] / length / 1024 for name in STEPS]
         show(length, *(row[name]["ms_per_1k"] for name in STEPS), *peaks)
         rows.append(row)

@@ -31,9 +31,10 @@ from zoo.kernels.short_convolution import short_convolution
 from zoo.mixers import feature_maps
 from zoo.mixers.context import Context
 from zoo.mixers.delta_net import DeltaNet
+from zoo.timing import call_ms, graph_ms
 
 sys.path.insert(0, str(Path(__file__).parent))  # not there under PYTHONSAFEPATH
-from harness import DEVICE, Benchmark, Part, call_ms, graph_ms, relative_errors, rounded, show
+from harness import DEVICE, Benchmark, Part, relative_errors, rounded, show
 
 DTYPE = torch.bfloat16
 WIDTH, HEADS, HEAD_DIM = 1024, 8, 128

@@ -6,9 +6,7 @@ the parts that it measures; the others stay if they are of the same machine, ver
 
 import argparse
 import json
-import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -25,10 +23,10 @@ import torch
 from torch import Tensor
 
 from zoo.files import require_writable, write_whole
-from zoo.machine import describe
+from zoo.machine import describe, slug
+from zoo.timing import graph_ms, rounded, spread
 
 DEVICE = torch.device("cuda")
-QUANTILES = (0.5, 0.2, 0.8)
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class Benchmark:
     def run(self, names: list[str], folder: Path) -> None:
         """Measure, print, write after each part."""
         machine = describe(DEVICE)
-        path = folder / f"{self.name}_{slug(machine['device'])}.json"
+        path = folder / f"{self.name}_{slug(DEVICE)}.json"
         result = {"machine": machine, "fla": fla_version(self.fla_module)} | self.settings
         result |= self.previous(path, result)
         for name in names:
@@ -122,11 +120,6 @@ class Benchmark:
             return {name: part for name, part in result.items() if name in self.parts}
         print(f"{path} is of another machine, version or commit: it will be replaced", file=sys.stderr, flush=True)
         return {}
-
-
-def slug(device: str) -> str:
-    """The name of a GPU for a file: h200 for NVIDIA H200."""
-    return re.sub(r"[^a-z0-9]+", "_", device.lower().removeprefix("nvidia").strip()).strip("_")
 
 
 def fla_version(module: str) -> str | None:
@@ -182,32 +175,6 @@ def seconds_of(call: Callable[[], Any], count: int = 2) -> list[float | None]:
     return seconds
 
 
-def call_ms(call: Callable[[], Any], rep: int = 60) -> list[float]:
-    """Milliseconds of a call with what the host takes, after a flush of the L2 cache: the `QUANTILES`.
-
-    Args:
-        call: what is measured.
-        rep: about as many milliseconds of it.
-    """
-    from triton.testing import do_bench
-
-    marks: Any = do_bench(call, warmup=15, rep=rep, quantiles=QUANTILES)
-    return marks
-
-
-def graph_ms(call: Callable[[], Any]) -> list[float] | None:
-    """Milliseconds of a call replayed as a CUDA graph: the `QUANTILES`, or None where it cannot be captured."""
-    from triton.testing import do_bench_cudagraph
-
-    try:
-        marks: Any = do_bench_cudagraph(call, rep=50, quantiles=QUANTILES)
-    except RuntimeError as error:
-        print(f"no CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-        torch.cuda.synchronize()
-        return None
-    return marks
-
-
 def gpu_times(calls: dict[str, Callable[[], Any]]) -> tuple[str, dict[str, Any]]:
     """How it was measured, and milliseconds of each: CUDA graphs, or the profiler for all if one cannot be captured."""
     times = {}
@@ -230,20 +197,6 @@ def profiled_ms(call: Callable[[], Any], count: int = 10) -> float:
             call()
         torch.cuda.synchronize()
     return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e3 / count
-
-
-def spread(marks: list[float]) -> dict[str, float | None]:
-    """The quantiles by name."""
-    return {name: rounded(mark) for name, mark in zip(("median", "p20", "p80"), marks, strict=True)}
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most that a call allocates at a time, its results with it."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def saved_for_backward(call: Callable[[], Any], inputs: dict[str, Tensor], cells: int) -> dict[str, Any]:
@@ -311,11 +264,6 @@ def verdict(name: str, value: float | None, target: float, *, least: bool) -> di
     met = value is not None and (value >= target if least else value <= target)
     show(f"  target {name}", value, f"{'>=' if least else '<='} {target}", "met" if met else "MISSED")
     return {"name": name, "value": value, "target": target, "met": met}
-
-
-def rounded(value: float) -> float | None:
-    """To four digits; None for what JSON does not know."""
-    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def show(*cells: Any) -> None:

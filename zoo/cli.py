@@ -3,17 +3,20 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import ModuleType
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from zoo import __version__
 
-if TYPE_CHECKING:
-    from zoo.compare.plan import Cell, Plan
+Value = TypeVar("Value")
+Results = dict[str, Any]
+Row = dict[str, Any]
 
 __all__ = ["main"]
 
@@ -33,6 +36,10 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measure kernels side by side.")
+app.add_typer(bench, name="bench")
+
+
 @app.callback()
 def _zoo(
     version: Annotated[
@@ -42,11 +49,13 @@ def _zoo(
     del version
 
 
-_DTYPES = ("float32", "bfloat16", "float16")
-
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Changes, in order, e.g. dim=512 layers.3.mixer=full_attention"),
+]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda when there is one.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32 on a CPU, bfloat16 on CUDA.")
 ]
 
 
@@ -117,20 +126,17 @@ def compare(
     steps: Annotated[int, typer.Option(help="Timed steps of each cell.")] = 10,
     warmup: Annotated[int, typer.Option(help="Untimed steps before them.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the initialisation.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda when there is one.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32 on a CPU, bfloat16 on CUDA.")
-    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
 ) -> None:
     """Train and run several architectures on real text, eager and compiled, and compare them.
 
     Each architecture at each length makes training steps (forward, loss, backward, AdamW) and forward passes.
     Shows a table, writes results.json, table.md and plot.png, and prints one JSON object as the last line.
     """
-    import torch
-
+    from zoo.compare import report
     from zoo.compare.plan import MODES, make_plan
-    from zoo.files import require_writable
+    from zoo.compare.run import run_plan
 
     plan = make_plan(
         sources or [],
@@ -141,65 +147,172 @@ def compare(
         steps=steps,
         seed=seed,
         device=device,
-        dtype=None if dtype is None else _choice("--dtype", dtype, {name: getattr(torch, name) for name in _DTYPES}),
+        dtype=_dtype(dtype),
         text=text,
     )
-    try:
-        require_writable(out)
-    except OSError as error:
-        raise ValueError(f"--out: cannot write to {out}: {error.strerror or error}") from None
-    results = _run(plan, out)
+
+    def outcome(row: Row) -> str:
+        compiled = f" (compiled in {row['compile_s']:.1f} s)" if row.get("compile_s") else ""
+        return (row.get("error") or f"{row['tokens_per_s']:,.0f} tokens/s") + compiled
+
+    files = (out / "results.json", out / "table.md", out / "plot.png")
+    results = _run(plan, run_plan, report, outcome, files)
     if any("error" in row for row in results["rows"]):
         raise typer.Exit(1)
 
 
-def _run(plan: "Plan", out: Path) -> dict[str, Any]:
-    """Measure with progress on stderr; table and JSON on stdout; files in ``out``."""
+@bench.command()
+def attention(
+    backends: Annotated[
+        str | None,
+        typer.Option(
+            help="In order: auto (the library's choice), sdpa (PyTorch's choice), cudnn and sdpa-flash (PyTorch's two "
+            "kernels, full and dense only), flash, flex, xformers, triton. Default: all."
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Sequence lengths, e.g. 512,2k. Default: 256,512 on a CPU, 1k,4k,16k,32k on CUDA."),
+    ] = None,
+    windows: Annotated[
+        str | None,
+        typer.Option(
+            help="Visible keys, or full; one as long as a sequence is left out there. "
+            "Default: full,64 on a CPU, full,256,1024,4096 on CUDA."
+        ),
+    ] = None,
+    head_dims: Annotated[
+        str | None, typer.Option(help="Sizes of a head, e.g. 64,128. Default: 32 on a CPU, 64,128 on CUDA.")
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="dense or packed. Default: both.")] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="Query heads. Default: 4 on a CPU, 2048 / head dim on CUDA.")
+    ] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads. Default: as many as query heads.")] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a call, rounded down to whole sequences but at least one. "
+            "Default: 512 on a CPU, 32768 on CUDA."
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for attention_DEVICE.json, .md and .png; DEVICE is cpu, h200 or the like.")
+    ] = Path("results/bench"),
+    seed: Annotated[int, typer.Option(help="Of the tensors' values.")] = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Measure causal attention's backends: time, memory, throughput, and errors against the reference.
+
+    Dense sequences are rows of a batch. Packed, the same tokens are documents of one row: as many visible pairs.
+    A backend that cannot serve a call is skipped, and the results say why.
+    The exit status is 1 if one fails, or if its output or gradients are far from the reference.
+    Shows a table, writes JSON, Markdown and a plot, and prints one JSON object as the last line.
+    """
+    from zoo.bench import report
+    from zoo.bench.measure import run_plan
+    from zoo.bench.plan import BACKENDS, LAYOUTS, make_plan
+    from zoo.machine import slug
+
+    names, layouts = ({name: name for name in known} for known in (BACKENDS, LAYOUTS))
+    chosen = BACKENDS if backends is None else _listed(backends, lambda name: _choice("--backends", name, names))
+    plan = make_plan(
+        backends=chosen,
+        lengths=None if lengths is None else _lengths(lengths),
+        windows=None if windows is None else _listed(windows, _window),
+        head_dims=None if head_dims is None else _listed(head_dims, _head_dim),
+        layouts=LAYOUTS if layout is None else (_choice("--layout", layout, layouts),),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        tokens=tokens,
+        seed=seed,
+        device=device,
+        dtype=_dtype(dtype),
+    )
+    name = f"attention_{slug(plan.device)}"
+    files = (out / f"{name}.json", out / f"{name}.md", out / f"{name}.png")
+    results = _run(plan, run_plan, report, report.outcome, files)
+    if any("error" in row or row.get("correct") is False for row in results["rows"]):
+        raise typer.Exit(1)
+
+
+def _run(
+    plan: Any,
+    run_plan: Callable[..., Results],
+    report: ModuleType,
+    outcome: Callable[[Row], str],
+    files: tuple[Path, Path, Path],
+) -> Results:
+    """Measure with progress on stderr; table and JSON on stdout; JSON, Markdown and a plot as files of one folder."""
     from rich.markup import escape
 
-    from zoo.compare import report
-    from zoo.compare.run import run_plan
-    from zoo.files import write_whole
+    from zoo.files import require_writable, write_whole
 
+    kept, table, plot = files
+    try:
+        require_writable(kept.parent)
+    except OSError as error:
+        raise ValueError(f"--out: cannot write to {kept.parent}: {error.strerror or error}") from None
     progress, cells = _console(stderr=True), plan.cells()
     with progress.status("") as status:
 
-        def announce(number: int, cell: "Cell") -> None:
+        def announce(number: int, cell: object) -> None:
             line = f"[{number}/{len(cells)}] {cell}"
             status.update(escape(line))
             if not progress.is_terminal:
                 progress.print(line, highlight=False, markup=False)
 
-        def keep(results: dict[str, Any]) -> None:
-            write_whole(out / "results.json", lambda path: path.write_text(json.dumps(results, indent=1) + "\n"))
+        def keep(results: Results) -> None:
+            write_whole(kept, lambda path: path.write_text(json.dumps(results, indent=1) + "\n"))
             if results["complete"]:
                 return
-            row = results["rows"][-1]
-            outcome = row.get("error") or f"{row['tokens_per_s']:,.0f} tokens/s"
-            compiled = f" (compiled in {row['compile_s']:.1f} s)" if row.get("compile_s") else ""
-            progress.print(f"  {cells[len(results['rows']) - 1]}: {outcome}{compiled}", highlight=False, markup=False)
+            rows = results["rows"]
+            progress.print(f"  {cells[len(rows) - 1]}: {outcome(rows[-1])}", highlight=False, markup=False)
 
-        for stale in ("table.md", "plot.png"):
-            (out / stale).unlink(missing_ok=True)
+        for stale in (table, plot):
+            stale.unlink(missing_ok=True)
         results = run_plan(plan, announce, keep)
         status.update("plotting")
-        write_whole(out / "table.md", lambda path: path.write_text(report.markdown(results)))
-        write_whole(out / "plot.png", lambda path: report.plot(results, path))
+        write_whole(table, lambda path: path.write_text(report.markdown(results)))
+        write_whole(plot, lambda path: report.plot(results, path))
     console = _console()
     console.print(report.table(results, console.width))
-    print(f"{out / 'results.json'}  {out / 'table.md'}  {out / 'plot.png'}")
+    print("  ".join(map(str, files)))
     print(json.dumps(results))
     return results
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    found = []
-    for part in text.split(","):
-        digits, thousand = (part.strip().lower().removesuffix("k"), part.strip().lower().endswith("k"))
-        if not digits.isdecimal() or int(digits) < 1:
-            raise ValueError(f"--lengths: got {part!r}, allowed: numbers of tokens, such as 512,2k")
-        found.append(int(digits) * (1024 if thousand else 1))
-    return tuple(dict.fromkeys(found))
+    return _listed(text, lambda part: _number("--lengths", part, "numbers of tokens, such as 512,2k"))
+
+
+def _window(text: str) -> int | None:
+    return None if text == "full" else _number("--windows", text, "full and numbers of keys, such as full,256,1k")
+
+
+def _head_dim(text: str) -> int:
+    return _number("--head-dims", text, "numbers of channels, such as 64,128")
+
+
+def _number(option: str, text: str, allowed: str) -> int:
+    """A positive number, 2048 for 2k."""
+    digits = text.lower().removesuffix("k")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise ValueError(f"{option}: got {text!r}, allowed: {allowed}")
+    return int(digits) * (1024 if digits != text else 1)
+
+
+def _listed(text: str, read: Callable[[str], Value]) -> tuple[Value, ...]:
+    """What stands between commas, each once."""
+    return tuple(dict.fromkeys(read(part.strip()) for part in text.split(",")))
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+    return None if name is None else _choice("--dtype", name, dtypes)
 
 
 def _choice(option: str, name: str, choices: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -9,7 +10,24 @@ from typing import Any
 
 import torch
 
-__all__ = ["describe"]
+__all__ = ["describe", "find", "slug"]
+
+
+def find(name: str | None) -> torch.device:
+    """The device that a command was told to use, or CUDA when there is one.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"--device: got {name!r}, allowed: cpu, cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: got {name!r}, allowed: cpu, cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: got {name!r}, but there is no usable CUDA device, allowed: cpu")
+    return device
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -33,6 +51,12 @@ def describe(device: torch.device) -> dict[str, Any]:
         "commit": _git("rev-parse", "HEAD") or os.environ.get("ZOO_COMMIT"),
         "changed_since_commit": None if changes is None else changes != "",
     }
+
+
+def slug(device: torch.device) -> str:
+    """The name of a device for a file: h200 for NVIDIA H200, cpu for any processor."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return re.sub(r"[^a-z0-9]+", "_", name.lower().removeprefix("nvidia").strip()).strip("_")
 
 
 def _version(package: str) -> str | None:

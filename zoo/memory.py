@@ -3,9 +3,26 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["peak_cpu_bytes"]
+__all__ = ["peak_bytes", "peak_cpu_bytes"]
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """The most bytes that a call holds at a time in tensors of its own, its results with it.
+
+    Args:
+        call: what to run, once.
+        device: where its work runs, a CPU or the current CUDA device.
+    """
+    if device.type != "cuda":
+        return peak_cpu_bytes(call)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def peak_cpu_bytes(call: Callable[[], Any]) -> int:

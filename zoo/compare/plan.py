@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zoo import recipes
+from zoo import machine, recipes
 from zoo.config import ModelConfig, resolve
 from zoo.text import batches, read_bytes
 
@@ -102,7 +102,7 @@ def make_plan(
     Raises:
         ValueError: something in it is missing, out of range or unfit (`ZooConfigError` for a configuration).
     """
-    where = _device(device)
+    where = machine.find(device)
     on_cuda = where.type == "cuda"
     if lengths is None:
         lengths = (2048 if on_cuda else 1024,)
@@ -132,18 +132,6 @@ def make_plan(
         dtype=dtype or (torch.bfloat16 if on_cuda else torch.float32),
         text=data,
     )
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ValueError(f"--device: got {name!r}, allowed: cpu, cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: got {name!r}, allowed: cpu, cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device: got {name!r}, but there is no usable CUDA device, allowed: cpu")
-    return device
 
 
 def _configs(sources: list[str]) -> dict[str, ModelConfig]:

@@ -1,0 +1,1 @@
+"""`zoo bench`: kernels of one operation side by side."""

@@ -1,0 +1,205 @@
+"""Measuring attention: every cell's errors, memory and time, results kept as they come.
+
+Shapes: B batch, T sequence length, H query heads, G key/value heads, D head dim, R = H / G query heads of a group.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import cached_property, partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from zoo import machine
+from zoo.bench.plan import Cell, Plan, visible_pairs
+from zoo.kernels.attention import attention
+from zoo.memory import peak_bytes
+from zoo.timing import milliseconds, rounded
+
+__all__ = ["run_plan"]
+
+Results = dict[str, Any]
+Row = dict[str, Any]
+
+_BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # of the relative errors
+_FORCED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
+_CANNOT = ("No available kernel", "No viable backend")  # how PyTorch says that a forced kernel does not take a call
+
+
+def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[Results], None]) -> Results:
+    """Measure every cell.
+
+    Args:
+        plan: what to measure.
+        announce: told the number of each cell before it runs.
+        keep: given all results so far after each cell, and once more when they are complete.
+
+    Returns:
+        {"machine": header, "settings": ..., "complete": ..., "rows": [one mapping per cell]}. A cell that its backend
+        cannot serve has the reason as "skipped", one that failed has an "error"; they have no figures, and the others
+        go on. See `_measure` for the figures.
+    """
+    settings = {
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "tokens": plan.tokens,
+        "seed": plan.seed,
+        "largest_error": _BOUNDS[plan.dtype],
+    }
+    results: Results = {"machine": machine.describe(plan.device), "settings": settings, "complete": False, "rows": []}
+    with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+        for cell, row in _rows(plan, announce):
+            results["rows"].append(asdict(cell) | row)
+            keep(results)
+    results["complete"] = True
+    keep(results)
+    return results
+
+
+def _rows(plan: Plan, announce: Callable[[int, Cell], None]) -> Iterator[tuple[Cell, Row]]:
+    number = 0
+    for _, group in groupby(plan.cells(), key=lambda cell: (cell.head_dim, cell.length, cell.window)):
+        inputs = None
+        for cell in group:
+            number += 1
+            announce(number, cell)
+            try:
+                inputs = inputs or _Inputs(plan, cell)
+                row = _measure(plan, cell, inputs)
+            except Exception as error:  # one broken backend must not lose the rest
+                reason = str(error).partition("\n")[0]
+                unfit = isinstance(error, ValueError) and reason.startswith("impl:")
+                row = {"skipped": reason} if unfit else {"error": f"{type(error).__name__}: {reason}"}
+            torch.compiler.reset()  # each cell has graphs of its own, as many as there are cells
+            gc.collect()
+            if plan.device.type == "cuda":
+                torch.cuda.empty_cache()
+            yield cell, row
+
+
+class _Inputs:
+    """The tensors of all cells of one head dim, length and window, and what is exact for them.
+
+    Args:
+        plan: the benchmark.
+        cell: any of those cells.
+    """
+
+    def __init__(self, plan: Plan, cell: Cell) -> None:
+        B, H, G = plan.shape(cell)
+        generator = torch.Generator(plan.device).manual_seed(plan.seed)
+        self.window = cell.window
+        self.q, self.k, self.v, self.gradient = (
+            torch.randn(B, cell.length, heads, cell.head_dim, generator=generator, device=plan.device, dtype=plan.dtype)
+            for heads in (H, G, G, H)
+        )
+        self.cu_seqlens = torch.arange(B + 1, dtype=torch.int32, device=plan.device) * cell.length
+
+    def views(self, cell: Cell) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Fresh leaves q, k and v, the gradient of the output, and cu_seqlens, as a layout has them."""
+        tensors = (self.q, self.k, self.v, self.gradient)
+        if cell.layout == "packed":
+            tensors = tuple(x.view(1, -1, *x.shape[2:]) for x in tensors)
+        *leaves, gradient = (x.detach() for x in tensors)
+        return [x.requires_grad_() for x in leaves], gradient, self.cu_seqlens if cell.layout == "packed" else None
+
+    @cached_property
+    def exact(self) -> dict[str, Tensor]:
+        """Outputs and gradients of the first sequence's first group, by the reference, one query head at a time."""
+        precise = torch.float64 if self.q.dtype == torch.float32 else torch.float32
+        R = self.q.shape[2] // self.k.shape[2]
+        q, k, v, gradient = (x[:1].to(precise) for x in (self.q, self.k, self.v, self.gradient))
+        call = partial(attention, window=self.window, impl="reference")
+        heads = []
+        for head in range(R):
+            leaves = [x.detach().requires_grad_() for x in (q[:, :, head, None], k[:, :, :1], v[:, :, :1])]
+            heads.append(_forward_backward(call, leaves, gradient[:, :, head, None]))
+        o, dq, dk, dv = zip(*heads, strict=True)
+        return {
+            "o": torch.cat(o, 2),
+            "dq": torch.cat(dq, 2),
+            "dk": torch.stack(dk).sum(0),
+            "dv": torch.stack(dv).sum(0),
+        }
+
+    def errors(self, found: tuple[Tensor, ...]) -> dict[str, float]:
+        """|found - exact| / |exact| of each tensor, or the difference itself where that is zero."""
+        errors = {}
+        for (name, exact), x in zip(self.exact.items(), found, strict=True):
+            difference = (x[:1, : exact.shape[1], : exact.shape[2]].to(exact.dtype) - exact).norm()
+            errors[name] = (difference / (exact.norm().item() or 1.0)).item()
+        return errors
+
+
+def _measure(plan: Plan, cell: Cell, inputs: _Inputs) -> Row:
+    """The figures of one cell.
+
+    Returns:
+        Times in milliseconds, as quantiles; ``peak_bytes`` of tensors that forward and backward make;
+        ``visible_pairs`` of each head; TFLOP/s over these pairs, a forward counting 4 D for each of them and a
+        backward 2.5 times that; ``errors`` relative to the reference in fp32 (fp64 for fp32), and whether they are
+        all small enough for the dtype.
+    """
+    B, H, G = plan.shape(cell)
+    leaves, gradient, cu_seqlens = inputs.views(cell)
+    call = partial(_attend, cell, cu_seqlens)
+
+    def forward() -> None:
+        with torch.no_grad():
+            call(*leaves)
+
+    def forward_backward() -> tuple[Tensor, ...]:
+        return _forward_backward(call, leaves, gradient)
+
+    errors = inputs.errors(forward_backward())
+    peak = peak_bytes(forward_backward, plan.device)
+    times: dict[str, Any] = {
+        "forward": milliseconds(forward, plan.device),
+        "forward_backward": milliseconds(forward_backward, plan.device),
+    }
+    pairs = B * visible_pairs(cell.length, cell.window)
+    flops = {"forward": 4 * H * cell.head_dim * pairs, "forward_backward": 14 * H * cell.head_dim * pairs}
+    return {
+        "batch_size": B,
+        "num_heads": H,
+        "num_kv_heads": G,
+        **{f"{name}_ms": marks for name, marks in times.items()},
+        "peak_bytes": peak,
+        "visible_pairs": pairs,
+        **{f"{name}_tflops": rounded(flops[name] / marks["median"] / 1e9) for name, marks in times.items()},
+        "errors": {name: rounded(error) for name, error in errors.items()},
+        "correct": all(error <= _BOUNDS[plan.dtype] for error in errors.values()),
+    }
+
+
+def _attend(cell: Cell, cu_seqlens: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output of a backend.
+
+    Raises:
+        ValueError: it cannot serve the call; the message begins with "impl:".
+    """
+    call = partial(attention, q, k, v, window=cell.window, cu_seqlens=cu_seqlens)
+    if cell.backend not in _FORCED:
+        return call(impl=cell.backend)
+    if cell.window is not None or cu_seqlens is not None:
+        raise ValueError(f"impl: {cell.backend!r} needs a full dense call, as PyTorch's kernel knows no others")
+    if cell.backend == "cudnn" and q.device.type != "cuda":
+        raise ValueError(f"impl: {cell.backend!r} needs CUDA tensors, got {q.device}")
+    try:
+        with sdpa_kernel(_FORCED[cell.backend]):
+            return call(impl="sdpa")
+    except RuntimeError as error:
+        if not str(error).startswith(_CANNOT):
+            raise
+        kind = f"head dim {cell.head_dim} in {str(q.dtype).removeprefix('torch.')} on this device"
+        raise ValueError(f"impl: {cell.backend!r} does not take {kind}") from error
+
+
+def _forward_backward(call: Callable[..., Tensor], leaves: list[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
+    """The output, and the gradients of q, k and v; the autograd graph ends with the call."""
+    o = call(*leaves)
+    return o.detach(), *torch.autograd.grad(o, leaves, gradient)

@@ -1,0 +1,76 @@
+"""How long a call takes, as quantiles over its repetitions."""
+
+import math
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+__all__ = ["QUANTILES", "call_ms", "graph_ms", "milliseconds", "rounded", "spread"]
+
+QUANTILES = (0.5, 0.2, 0.8)
+_FEWEST = 3  # repetitions on a CPU
+_SECONDS = 0.2  # of them all
+
+
+def milliseconds(call: Callable[[], Any], device: torch.device) -> dict[str, float | None]:
+    """The median, p20 and p80 of a call: on CUDA as a graph, or with the host's work where it cannot be captured.
+
+    Args:
+        call: what is measured. It must leave nothing of its autograd graph behind: a leaf's node that outlives a
+            capture waits for the stream that it was made on.
+        device: where its work runs.
+    """
+    if device.type != "cuda":
+        return spread(_cpu_ms(call))
+    marks = graph_ms(call)
+    return spread(call_ms(call) if marks is None else marks)
+
+
+def _cpu_ms(call: Callable[[], Any]) -> list[float]:
+    call()
+    times: list[float] = []
+    begin = perf_counter()
+    while len(times) < _FEWEST or perf_counter() - begin < _SECONDS:
+        start = perf_counter()
+        call()
+        times.append((perf_counter() - start) * 1e3)
+    return torch.tensor(times, dtype=torch.float64).quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+
+
+def call_ms(call: Callable[[], Any], rep: int = 60) -> list[float]:
+    """Milliseconds of a call with what the host takes, after a flush of the L2 cache: the `QUANTILES`.
+
+    Args:
+        call: what is measured.
+        rep: about as many milliseconds of it.
+    """
+    from triton.testing import do_bench
+
+    marks: Any = do_bench(call, warmup=15, rep=rep, quantiles=QUANTILES)
+    return marks
+
+
+def graph_ms(call: Callable[[], Any]) -> list[float] | None:
+    """Milliseconds of a call replayed as a CUDA graph: the `QUANTILES`, or None where it cannot be captured."""
+    from triton.testing import do_bench_cudagraph
+
+    try:
+        marks: Any = do_bench_cudagraph(call, rep=50, quantiles=QUANTILES)
+    except RuntimeError as error:
+        print(f"no CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        torch.cuda.synchronize()
+        return None
+    return marks
+
+
+def spread(marks: list[float]) -> dict[str, float | None]:
+    """The quantiles by name."""
+    return {name: rounded(mark) for name, mark in zip(("median", "p20", "p80"), marks, strict=True)}
+
+
+def rounded(value: float) -> float | None:
+    """To four digits; None for what JSON does not know."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
