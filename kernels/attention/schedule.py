@@ -39,4 +39,5 @@ def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configura
     if widest > 128:
         tiles = Tiles(64, 64, 8, 1)
         return Configuration(block_k, block_v, tiles, tiles, tiles)
-    return Configuration(block_k, block_v, Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2))
+    deep, flat = Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)
+    return Configuration(block_k, block_v, *((flat, deep) if widest <= 64 else (deep, flat)), flat)

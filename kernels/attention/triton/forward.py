@@ -1,7 +1,6 @@
 """o_t = sum_i softmax_i(scale * q_t . k_i) v_i, block by block with a running maximum (arXiv 2205.14135, 2307.08691).
 
-Blocks of keys that every row of a block sees whole need no mask, and are apart from those at the diagonal and at the
-window's edge.
+Blocks of keys that every row of a block sees whole need no mask: those at the diagonal and at the window's edge do.
 """
 
 import triton
@@ -61,37 +60,26 @@ def attention_kernel(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     read = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    edge, whole, whole_end, end = blocks_of_keys(row, length, window, ROWS, KEYS, WINDOWED)
-    first = whole_end
-    last = end
-    for PART in tl.static_range(2 + WINDOWED):  # the diagonal, what all rows see, the window's edge
-        for j in tl.range(first, last, num_stages=STAGES):
-            at = document + j * KEYS
-            key = load_tile(
-                k, batch, seq_len, at, document + length, group, k_head, K_ROW, KEY_DIM, KEYS, BLOCK_K, DESCRIBED
-            )
-            value = load_tile(
-                v, batch, seq_len, at, document + length, group, v_head, V_ROW, VALUE_DIM, KEYS, BLOCK_V, DESCRIBED
-            )
-            products = dot(query, tl.trans(key))
-            if PART != 1:
-                visible = visible_keys((j * KEYS + column)[None, :], rows[:, None], window, WINDOWED)
-                products = tl.where(visible, products, float("-inf"))
-            higher = tl.maximum(largest, tl.max(products, 1) * factor)  # which is positive
-            base = higher
-            if PART == 0:  # a row may see nothing so far
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(products * factor - base[:, None])
-            correction = tl.exp2(largest - base)
-            total = total * correction + tl.sum(weights, 1)
-            read = read * correction[:, None] + dot(weights.to(value.dtype), value)
-            largest = higher
-        if PART == 0:
-            first = whole
-            last = whole_end
-        else:
-            first = edge
-            last = whole
+    first, whole, whole_end, end = blocks_of_keys(row, length, window, ROWS, KEYS, WINDOWED)
+    for j in tl.range(first, end, num_stages=STAGES):
+        at = document + j * KEYS
+        key = load_tile(
+            k, batch, seq_len, at, document + length, group, k_head, K_ROW, KEY_DIM, KEYS, BLOCK_K, DESCRIBED
+        )
+        value = load_tile(
+            v, batch, seq_len, at, document + length, group, v_head, V_ROW, VALUE_DIM, KEYS, BLOCK_V, DESCRIBED
+        )
+        products = dot(query, tl.trans(key))
+        if (j < whole) | (j >= whole_end):
+            visible = visible_keys((j * KEYS + column)[None, :], rows[:, None], window, WINDOWED)
+            products = tl.where(visible, products, float("-inf"))
+        higher = tl.maximum(largest, tl.max(products, 1) * factor)  # which is positive
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing so far
+        weights = tl.exp2(products * factor - base[:, None])
+        correction = tl.exp2(largest - base)
+        total = total * correction + tl.sum(weights, 1)
+        read = read * correction[:, None] + dot(weights.to(value.dtype), value)
+        largest = higher
 
     store_rows(o + zero * O_ROW + head * VALUE_DIM, read / total[:, None], row, length, O_ROW, VALUE_DIM, ROWS, BLOCK_V)
     if lse is not None:

@@ -16,10 +16,10 @@ from zoo.kernels.triton.tiles import dot, load_rows, store_rows
 
 
 @triton.jit
-def weights_of(query, key, log_sum, factor, rows, keys, window, MASKED: tl.constexpr, WINDOWED: tl.constexpr):
-    """P of rows and keys; 0 where a row does not see a key, and in rows whose `log_sum` is infinite."""
+def weights_of(query, key, log_sum, factor, rows, keys, window, masked, WINDOWED: tl.constexpr):
+    """P of rows and keys; if `masked` 0 where a row does not see a key; 0 in rows whose `log_sum` is infinite."""
     weights = tl.exp2(dot(query, tl.trans(key)) * factor - log_sum[:, None])
-    if MASKED:
+    if masked:
         weights = tl.where(visible_keys(keys[None, :], rows[:, None], window, WINDOWED), weights, 0.0)
     return weights
 
@@ -80,27 +80,19 @@ def row_gradients_kernel(
     factor = logit_factor(scale)
 
     grad_query = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    edge, whole, whole_end, end = blocks_of_keys(row, length, window, ROWS, KEYS, WINDOWED)
-    first = whole_end
-    last = end
-    for PART in tl.static_range(2 + WINDOWED):  # the diagonal, what all rows see, the window's edge
-        for j in tl.range(first, last, num_stages=STAGES):
-            at = document + j * KEYS
-            key = load_tile(
-                k, batch, seq_len, at, document + length, group, k_head, K_ROW, KEY_DIM, KEYS, BLOCK_K, DESCRIBED
-            )
-            value = load_tile(
-                v, batch, seq_len, at, document + length, group, v_head, V_ROW, VALUE_DIM, KEYS, BLOCK_V, DESCRIBED
-            )
-            weights = weights_of(query, key, log_sum, factor, rows, j * KEYS + column, window, PART != 1, WINDOWED)
-            grad_logits = weights * (dot(grad, tl.trans(value)) - total[:, None])
-            grad_query += dot(grad_logits.to(key.dtype), key)
-        if PART == 0:
-            first = whole
-            last = whole_end
-        else:
-            first = edge
-            last = whole
+    first, whole, whole_end, end = blocks_of_keys(row, length, window, ROWS, KEYS, WINDOWED)
+    for j in tl.range(first, end, num_stages=STAGES):
+        at = document + j * KEYS
+        key = load_tile(
+            k, batch, seq_len, at, document + length, group, k_head, K_ROW, KEY_DIM, KEYS, BLOCK_K, DESCRIBED
+        )
+        value = load_tile(
+            v, batch, seq_len, at, document + length, group, v_head, V_ROW, VALUE_DIM, KEYS, BLOCK_V, DESCRIBED
+        )
+        masked = (j < whole) | (j >= whole_end)
+        weights = weights_of(query, key, log_sum, factor, rows, j * KEYS + column, window, masked, WINDOWED)
+        grad_logits = weights * (dot(grad, tl.trans(value)) - total[:, None])
+        grad_query += dot(grad_logits.to(key.dtype), key)
 
     Q_OUT: tl.constexpr = HEADS * KEY_DIM
     store_rows(grad_q + zero * Q_OUT + head * KEY_DIM, grad_query * scale, row, length, Q_OUT, KEY_DIM, ROWS, BLOCK_K)
@@ -183,45 +175,37 @@ def key_gradients_kernel(
 
     grad_key = tl.zeros([KEYS, BLOCK_K], tl.float32)
     grad_value = tl.zeros([KEYS, BLOCK_V], tl.float32)
-    diagonal, whole, whole_end, end = blocks_of_rows(first_key, length, window, ROWS, KEYS, WINDOWED)
+    first, whole, whole_end, end = blocks_of_rows(first_key, length, window, ROWS, KEYS, WINDOWED)
     for repeat in tl.range(REPEAT):
         head = group * REPEAT + repeat
         head_zero = (at_group * REPEAT + repeat).to(tl.int64) * seq_len + document
-        first = diagonal
-        last = whole
-        for PART in tl.static_range(2 + WINDOWED):  # the diagonal, rows that see all, the window's edge
-            for i in tl.range(first, last, num_stages=STAGES):
-                at = document + i * ROWS
-                rows = i * ROWS + index
-                query = load_tile(
-                    q, batch, seq_len, at, document + length, head, q_head, Q_ROW, KEY_DIM, ROWS, BLOCK_K, DESCRIBED
-                )
-                grad = load_tile(
-                    grad_o,
-                    batch,
-                    seq_len,
-                    at,
-                    document + length,
-                    head,
-                    VALUE_DIM,
-                    O_ROW,
-                    VALUE_DIM,
-                    ROWS,
-                    BLOCK_V,
-                    DESCRIBED,
-                )
-                log_sum = tl.load(lse + head_zero + rows, mask=rows < length, other=float("inf"))
-                total = tl.load(totals + head_zero + rows, mask=rows < length, other=0.0)
-                weights = weights_of(query, key, log_sum, factor, rows, keys, window, PART != 1, WINDOWED)
-                grad_logits = weights * (dot(grad, tl.trans(value)) - total[:, None])
-                grad_value += dot(tl.trans(weights.to(grad.dtype)), grad)
-                grad_key += dot(tl.trans(grad_logits.to(query.dtype)), query)
-            if PART == 0:
-                first = whole
-                last = whole_end
-            else:
-                first = whole_end
-                last = end
+        for i in tl.range(first, end, num_stages=STAGES):
+            at = document + i * ROWS
+            rows = i * ROWS + index
+            query = load_tile(
+                q, batch, seq_len, at, document + length, head, q_head, Q_ROW, KEY_DIM, ROWS, BLOCK_K, DESCRIBED
+            )
+            grad = load_tile(
+                grad_o,
+                batch,
+                seq_len,
+                at,
+                document + length,
+                head,
+                VALUE_DIM,
+                O_ROW,
+                VALUE_DIM,
+                ROWS,
+                BLOCK_V,
+                DESCRIBED,
+            )
+            log_sum = tl.load(lse + head_zero + rows, mask=rows < length, other=float("inf"))
+            total = tl.load(totals + head_zero + rows, mask=rows < length, other=0.0)
+            masked = (i < whole) | (i >= whole_end)
+            weights = weights_of(query, key, log_sum, factor, rows, keys, window, masked, WINDOWED)
+            grad_logits = weights * (dot(grad, tl.trans(value)) - total[:, None])
+            grad_value += dot(tl.trans(weights.to(grad.dtype)), grad)
+            grad_key += dot(tl.trans(grad_logits.to(query.dtype)), query)
 
     K_OUT: tl.constexpr = GROUPS * KEY_DIM
     V_OUT: tl.constexpr = GROUPS * VALUE_DIM

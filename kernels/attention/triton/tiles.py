@@ -1,8 +1,4 @@
-"""Parts that the kernels share: tiles of q, k and v, and which keys rows see.
-
-Where a kernel multiplies matrices in several loops, the one that is never empty, over the diagonal, comes first: of
-what they take from one place in shared memory, ptxas 12.8 (of Triton 3.6) may make descriptors before the first alone.
-"""
+"""Parts that the kernels share: tiles of q, k and v, and which keys rows see."""
 
 import triton
 import triton.language as tl
