@@ -92,3 +92,18 @@ def test_one_cuda_graph_over_lengths(recipe: str) -> None:
             loss = compiled(tokens, labels=tokens)
             loss.backward()
             torch.testing.assert_close(loss, model(tokens, labels=tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("recipe", ["transformer-tiny", "swa-full-tiny", "deltaformer-swa-tiny"])
+def test_one_cuda_graph_over_packings(recipe: str) -> None:
+    """Of one total length."""
+    torch.compiler.reset()
+    model = build(recipe, device="cuda", seed=0)
+    compiled = torch.compile(model, fullgraph=True)
+    tokens = torch.randint(256, (1, 600), device="cuda")
+    for index, pieces in enumerate([(100,) * 6, (1, 2, 3, 200, 194, 200), (0, 0, 0, 0, 0, 600)]):
+        cu_seqlens = torch.tensor([0, *pieces], device="cuda").cumsum(0).int()
+        with torch._dynamo.config.patch(error_on_recompile=index > 0):
+            loss = compiled(tokens, labels=tokens, cu_seqlens=cu_seqlens)
+            loss.backward()
+        torch.testing.assert_close(loss, model(tokens, labels=tokens, cu_seqlens=cu_seqlens), atol=1e-4, rtol=0)
