@@ -197,7 +197,8 @@ def attention(
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for attention_DEVICE.json, .md and .png; DEVICE is cpu, h200 or the like.")
+        Path,
+        typer.Option(help="Folder for attention_DEVICE_DTYPE.json, .md and .png; DEVICE is cpu, h200 or the like."),
     ] = Path("results/bench"),
     seed: Annotated[int, typer.Option(help="Of the tensors' values.")] = 0,
     device: Device = None,
@@ -230,7 +231,7 @@ def attention(
         device=device,
         dtype=_dtype(dtype),
     )
-    name = f"attention_{slug(plan.device)}"
+    name = f"attention_{slug(plan.device)}_{str(plan.dtype).removeprefix('torch.')}"
     files = (out / f"{name}.json", out / f"{name}.md", out / f"{name}.png")
     results = _run(plan, run_plan, report, report.outcome, files)
     if any("error" in row or row.get("correct") is False for row in results["rows"]):

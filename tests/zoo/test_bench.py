@@ -21,6 +21,7 @@ from zoo import cli, machine, timing
 from zoo.bench import measure, report
 from zoo.bench.measure import run_plan
 from zoo.bench.plan import BACKENDS, Plan, make_plan, visible_pairs
+from zoo.bench.ranking import rank
 from zoo.kernels.attention import attention, visible
 
 TINY: dict[str, Any] = {"lengths": (12,), "windows": (None, 5), "head_dims": (8,), "num_heads": 2, "tokens": 24}
@@ -54,8 +55,10 @@ def test_the_command_shows_a_table_and_ends_in_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     *shown, last = done.stdout.splitlines()
     results = json.loads(last)
-    assert json.loads((tmp_path / "attention_cpu.json").read_text()) == results
-    assert {file.name for file in tmp_path.iterdir()} == {f"attention_cpu.{end}" for end in ("json", "md", "png")}
+    assert json.loads((tmp_path / "attention_cpu_float32.json").read_text()) == results
+    assert {file.name for file in tmp_path.iterdir()} == {
+        f"attention_cpu_float32.{end}" for end in ("json", "md", "png")
+    }
     assert any("sdpa-flash" in line and "window" in line for line in shown)
     assert results["settings"] == {"dtype": "float32", "tokens": 80, "seed": 0, "largest_error": 1e-4}
     assert results["complete"] is True
@@ -124,14 +127,14 @@ def test_a_wrong_backend_is_noticed(
                "device": "cpu", "out": tmp_path}  # fmt: skip
     done = CliRunner().invoke(cli.app, ["bench", "attention", *(f"--{k}={v}" for k, v in options.items())])
     assert done.exit_code == 1
-    rows = json.loads((tmp_path / "attention_cpu.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "attention_cpu_float32.json").read_text())["rows"]
     assert all(row["correct"] for row in rows if row["backend"] == "sdpa")
     found = {" ".join([f"window {row['window']}"] * bool(row["window"]) + [row["layout"]]): row
              for row in rows if row["backend"] == "auto" and not row["correct"]}  # fmt: skip
     assert found.keys() == where
     for row in found.values():
         assert {name for name, error in row["errors"].items() if error > 1e-4} == tensors
-    assert (tmp_path / "attention_cpu.md").read_text().count("| wrong |") == len(where)
+    assert (tmp_path / "attention_cpu_float32.md").read_text().count("| wrong |") == len(where)
 
 
 @pytest.mark.usefixtures("quick")
@@ -142,7 +145,7 @@ def test_a_failure_loses_nothing_else_and_what_no_kernel_takes_is_skipped(monkey
         return attention(*tensors, impl=impl, **options)
 
     monkeypatch.setattr(measure, "attention", some_broken)
-    monkeypatch.setitem(measure._FORCED, "sdpa-flash", SDPBackend.CUDNN_ATTENTION)  # which a CPU does not have
+    monkeypatch.setitem(measure.FORCED, "sdpa-flash", SDPBackend.CUDNN_ATTENTION)  # which a CPU does not have
     options: dict[str, Any] = TINY | {"windows": (None,), "layouts": ("dense",)}
     flash, sdpa, forced = run(make_plan(backends=("flash", "sdpa", "sdpa-flash"), device="cpu", **options))
     assert flash["error"] == "ValueError: sizes differ"
@@ -249,7 +252,36 @@ def made_up(backends: tuple[str, ...]) -> dict[str, Any]:
         "machine": {"device": "GPU [1]", "torch": "2"},
         "settings": {"dtype": "bfloat16", "tokens": 8},
         "rows": rows,
+        "ranking": rank(rows),
     }
+
+
+def test_a_ranking_is_by_the_worst_case() -> None:
+    def row(backend: str, window: int | None, forward: float, both: float, **options: Any) -> dict[str, Any]:
+        times = {"forward_ms": {"median": forward}, "forward_backward_ms": {"median": both}, "correct": True}
+        return {"backend": backend, "length": 8, "window": window, "head_dim": 64, "layout": "dense"} | times | options
+
+    rows = [
+        row("auto", None, 0.1, 0.1),
+        row("sdpa", None, 2.0, 4.0),
+        row("cudnn", None, 1.0, 4.0),
+        row("flex", None, 1.5, 6.0),
+        row("sdpa", 2, 1.0, 9.0),
+        row("flex", 2, 3.0, 3.0),
+        row("flex", 4, 3.0, 3.0),
+        row("triton", 2, 1.0, 3.0),
+        row("triton", 4, 1.0, 3.3),
+        row("flash", 2, 0.1, 0.1, correct=False),
+        row("sdpa", 4, 1.0, 2.0, length=16),
+        row("flex", 4, 1.0, 2.0, length=16),
+    ]
+    kind = {"head_dim": 64, "layout": "dense"}
+    assert rank(rows) == [
+        kind | {"windowed": False, "slowdowns": {"flex": 1.5, "sdpa": 2.0}},
+        kind | {"windowed": True, "slowdowns": {"flex": 3.0}},
+    ]
+    assert list(rank(rows[:4])[0]["slowdowns"]) == ["flex", "sdpa"]
+    assert rank(rows[7:9]) == [kind | {"windowed": True, "slowdowns": {"triton": 1.0}}]
 
 
 def test_reports_show_the_fastest_and_what_has_no_figures(tmp_path: Path) -> None:
@@ -267,12 +299,14 @@ def test_reports_show_the_fastest_and_what_has_no_figures(tmp_path: Path) -> Non
         "RuntimeError: no",
         "wrong: relative errors o 0.5",
     ]
+    assert "| 64 | dense | full | sdpa 1.00 |" in lines
     for width, tables in ((50, 5), (80, 2), (200, 1)):
         console = Console(width=width, file=StringIO(), record=True)
         console.print(report.table(results, width))
         shown = console.export_text()
         assert "…" not in shown, shown
-        assert shown.count("layout") == tables
+        assert shown.count("layout") == tables + 1
+        assert "auto" not in shown.partition("as the fastest")[2].partition("At the length")[0]
         assert all(f"{text} / 9.000" in shown for text in ("1,536.000", "1,537.000", "3,072.000", "3,073.000"))
     report.plot(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from zoo import machine
-from zoo.bench.plan import Cell, Plan, visible_pairs
+from zoo.bench.plan import FORCED, Cell, Plan, visible_pairs
+from zoo.bench.ranking import rank
 from zoo.kernels.attention import attention
 from zoo.memory import peak_bytes
 from zoo.timing import milliseconds, rounded
@@ -27,7 +28,6 @@ Results = dict[str, Any]
 Row = dict[str, Any]
 
 _BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # of the relative errors
-_FORCED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
 _CANNOT = ("No available kernel", "No viable backend")  # how PyTorch says that a forced kernel does not take a call
 
 
@@ -40,9 +40,9 @@ def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[
         keep: given all results so far after each cell, and once more when they are complete.
 
     Returns:
-        {"machine": header, "settings": ..., "complete": ..., "rows": [one mapping per cell]}. A cell that its backend
-        cannot serve has the reason as "skipped", one that failed has an "error"; they have no figures, and the others
-        go on. See `_measure` for the figures.
+        {"machine": header, "settings": ..., "complete": ..., "rows": [one mapping per cell], "ranking": of `rank`}. A
+        cell that its backend cannot serve has the reason as "skipped", one that failed has an "error"; they have no
+        figures, and the others go on. See `_measure` for the figures.
     """
     settings = {
         "dtype": str(plan.dtype).removeprefix("torch."),
@@ -55,7 +55,7 @@ def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[
         for cell, row in _rows(plan, announce):
             results["rows"].append(asdict(cell) | row)
             keep(results)
-    results["complete"] = True
+    results |= {"complete": True, "ranking": rank(results["rows"])}
     keep(results)
     return results
 
@@ -183,14 +183,14 @@ def _attend(cell: Cell, cu_seqlens: Tensor | None, q: Tensor, k: Tensor, v: Tens
         ValueError: it cannot serve the call; the message begins with "impl:".
     """
     call = partial(attention, q, k, v, window=cell.window, cu_seqlens=cu_seqlens)
-    if cell.backend not in _FORCED:
+    if cell.backend not in FORCED:
         return call(impl=cell.backend)
     if cell.window is not None or cu_seqlens is not None:
         raise ValueError(f"impl: {cell.backend!r} needs a full dense call, as PyTorch's kernel knows no others")
     if cell.backend == "cudnn" and q.device.type != "cuda":
         raise ValueError(f"impl: {cell.backend!r} needs CUDA tensors, got {q.device}")
     try:
-        with sdpa_kernel(_FORCED[cell.backend]):
+        with sdpa_kernel(FORCED[cell.backend]):
             return call(impl="sdpa")
     except RuntimeError as error:
         if not str(error).startswith(_CANNOT):

@@ -18,9 +18,14 @@ Row = dict[str, Any]
 _KEYS = ("length", "window", "head_dim", "layout")
 _HEADS = ("T", "window", "D", "layout")
 _TIMES = ("forward_ms", "forward_backward_ms")
+_LEFT = ("layout", "times as long as the fastest")  # columns of words
 _CAPTION = (
     "Milliseconds of the forward / of forward and backward, medians; bold: the fastest of a line. "
     "-: skipped, failed: an error, both with the reason in the JSON; wrong: far from the reference."
+)
+_RANKING = (
+    "At the length and window, forward or with the backward, where that is most. Left out: auto, and what could not "
+    "serve every call."
 )
 
 
@@ -74,16 +79,17 @@ def table(results: dict[str, Any], width: int) -> Group:
     first, tables = len(_HEADS), []
     for count in range(len(heads) - first, 0, -1):
         starts = range(first, len(heads), count)
-        tables = [_table([[*line[:first], *line[at : at + count]] for line in (heads, *lines)]) for at in starts]
+        tables = [_table([(*line[:first], *line[at : at + count]) for line in (heads, *lines)]) for at in starts]
         if all(Console(width=10_000).measure(part).maximum <= width for part in tables):
             break
-    return Group(Text(_title(results)), *tables, Text(_CAPTION))
+    ranking = _table(_ranking(results))
+    return Group(Text(_title(results)), *tables, Text(_CAPTION), ranking, Text(_RANKING))
 
 
-def _table(lines: list[list[str]]) -> Table:
+def _table(lines: list[tuple[str, ...]]) -> Table:
     result = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in lines[0]:
-        result.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
+        result.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name != _LEFT[-1])
     for line in lines[1:]:
         result.add_row(*line)
     return result
@@ -92,9 +98,20 @@ def _table(lines: list[list[str]]) -> Table:
 def markdown(results: dict[str, Any]) -> str:
     """A Markdown table, with what it was measured on."""
     heads = [*_HEADS, *_backends(results)]
-    rule = ["---" if head == "layout" else "---:" for head in heads]
+    rule = ["---" if head in _LEFT else "---:" for head in heads]
     lines = "\n".join(f"| {' | '.join(line)} |" for line in (heads, rule, *_lines(results, "**{}**")))
-    return f"{_title(results)}:\n\n{lines}\n\n{_CAPTION}\n"
+    heads, *ranked = _ranking(results)
+    ranking = "\n".join(f"| {' | '.join(line)} |" for line in (heads, ("---:", "---", "---:", "---"), *ranked))
+    return f"{_title(results)}:\n\n{lines}\n\n{_CAPTION}\n\n{ranking}\n\n{_RANKING}\n"
+
+
+def _ranking(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A heading, and a line for each kind of call."""
+    lines: list[tuple[str, ...]] = [("D", "layout", "window", _LEFT[-1])]
+    for kind in results["ranking"]:
+        backends = ", ".join(f"{name} {slowdown:.2f}" for name, slowdown in kind["slowdowns"].items())
+        lines.append((f"{kind['head_dim']}", kind["layout"], "some" if kind["windowed"] else "full", backends or "-"))
+    return lines
 
 
 def _title(results: dict[str, Any]) -> str:
