@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zoo.kernels.attention import Mask, attention_mask, document_ids, visible
+from zoo.kernels.attention import Call, Mask, MaskKind, document_ids, make_mask, mask_kind, visible
 from zoo.mixers.cache import slot_positions
 from zoo.mixers.norms import StaticFloat
 
@@ -32,8 +32,9 @@ class Context:
         positions: [B or 1, T] int64; within its own document where sequences are packed.
         cu_seqlens: [N + 1] int32 of packed sequences, or None.
         max_length: slots of a full cache when decoding from a state, else None.
-        dtype: what the layers compute in.
+        dtype: what the layers compute in, which may decide on a backend, and so on a mask.
         tables: what the layers asked for, by its description.
+        masks: of attention that they need, by kind and window.
     """
 
     positions: Tensor
@@ -41,6 +42,7 @@ class Context:
     max_length: int | None = None
     dtype: torch.dtype = torch.float32
     tables: dict[Shared, Any] = field(default_factory=dict)
+    masks: dict[tuple[MaskKind | None, int | None], Mask | None] = field(default_factory=dict)
 
     @classmethod
     def from_tokens(
@@ -51,7 +53,7 @@ class Context:
         Args:
             tokens: [B, T].
             cu_seqlens: [N + 1] if B = 1 row holds N packed documents.
-            dtype: what the layers compute in; another one may cost them a mask each.
+            dtype: what the layers compute in.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         if cu_seqlens is not None:
@@ -110,26 +112,31 @@ class AttentionMask:
     backend: str = "auto"
 
     def build(self, context: Context) -> Mask | None:
-        """The mask for this call, or None where the backend needs none."""
-        positions = context.positions
+        """The mask for this call, or None where the backend needs none; layers that need the same one share it."""
+        kind = self._kind(context)
+        if (kind, self.window) not in context.masks:
+            context.masks[kind, self.window] = self._make(kind, context)
+        return context.masks[kind, self.window]
+
+    def _kind(self, context: Context) -> MaskKind | None:
+        if context.max_length is not None:
+            return "pairs"
+        packed = context.cu_seqlens is not None
+        device, dims = context.positions.device, (self.head_dim, self.head_dim)
+        return mask_kind(self.backend, Call(device, context.dtype, *dims, self.window is not None, packed))
+
+    def _make(self, kind: MaskKind | None, context: Context) -> Mask | None:
+        positions, window = context.positions, self.window
         if context.max_length is None:
-            return attention_mask(
-                positions.shape[1],
-                window=self.window,
-                cu_seqlens=context.cu_seqlens,
-                head_dims=(self.head_dim, self.head_dim),
-                device=positions.device,
-                dtype=context.dtype,
-                impl=self.backend,
-            )
-        cached = slot_positions(positions[:, 0], self.window or context.max_length)
-        return visible(positions, torch.cat([cached, positions], 1), window=self.window)[:, None]
+            return make_mask(kind, positions.shape[1], window, context.cu_seqlens, positions.device)
+        cached = slot_positions(positions[:, 0], window or context.max_length)
+        return visible(positions, torch.cat([cached, positions], 1), window=window)[:, None]
 
     def arguments(self, context: Context) -> dict[str, Any]:
         """What `attention` is told: the mask or what is visible, and the backend. A cache is read through a mask."""
-        mask = context.tables[self]
+        impl, mask = self.backend, context.tables[self]
         if context.max_length is not None:
-            return {"mask": mask, "impl": "reference" if self.backend == "reference" else "sdpa"}
+            impl = "reference" if impl == "reference" else "sdpa"
         if mask is not None:
-            return {"mask": mask, "impl": self.backend}
-        return {"window": self.window, "cu_seqlens": context.cu_seqlens, "impl": self.backend}
+            return {"mask": mask, "impl": impl}
+        return {"window": self.window, "cu_seqlens": context.cu_seqlens, "impl": impl}

@@ -25,8 +25,12 @@ def find(name: str | None) -> torch.device:
         raise ValueError(f"--device: got {name!r}, allowed: cpu, cuda") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device: got {name!r}, allowed: cpu, cuda")
+    if device.type == "cpu" and device.index:
+        raise ValueError(f"--device: got {name!r}, but there is one CPU, allowed: cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device: got {name!r}, but there is no usable CUDA device, allowed: cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: got {name!r}, allowed: cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return device
 
 

@@ -16,17 +16,17 @@ _SECONDS = 0.2  # of them all
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device) -> dict[str, float | None]:
-    """The median, p20 and p80 of a call: on CUDA as a graph, or with the host's work where it cannot be captured.
+    """The median, p20 and p80 of a call: on CUDA of its replays as a graph, without the host's work.
 
     Args:
         call: what is measured. It must leave nothing of its autograd graph behind: a leaf's node that outlives a
             capture waits for the stream that it was made on.
         device: where its work runs.
+
+    Raises:
+        RuntimeError: on CUDA, it cannot be captured.
     """
-    if device.type != "cuda":
-        return spread(_cpu_ms(call))
-    marks = graph_ms(call)
-    return spread(call_ms(call) if marks is None else marks)
+    return spread(_graph_ms(call) if device.type == "cuda" else _cpu_ms(call))
 
 
 def _cpu_ms(call: Callable[[], Any]) -> list[float]:
@@ -55,14 +55,18 @@ def call_ms(call: Callable[[], Any], rep: int = 60) -> list[float]:
 
 def graph_ms(call: Callable[[], Any]) -> list[float] | None:
     """Milliseconds of a call replayed as a CUDA graph: the `QUANTILES`, or None where it cannot be captured."""
-    from triton.testing import do_bench_cudagraph
-
     try:
-        marks: Any = do_bench_cudagraph(call, rep=50, quantiles=QUANTILES)
+        return _graph_ms(call)
     except RuntimeError as error:
         print(f"no CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         torch.cuda.synchronize()
         return None
+
+
+def _graph_ms(call: Callable[[], Any]) -> list[float]:
+    from triton.testing import do_bench_cudagraph
+
+    marks: Any = do_bench_cudagraph(call, rep=50, quantiles=QUANTILES)
     return marks
 
 

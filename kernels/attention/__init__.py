@@ -3,24 +3,35 @@
 Shapes: B batch, T sequence length, H heads, G key/value heads, D and D_v their sizes, N documents.
 """
 
-from types import NoneType
+from math import inf
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from zoo.kernels.attention import triton_ops, xformers_ops
-from zoo.kernels.attention.backends import BACKENDS, Call, choose
-from zoo.kernels.attention.flash import flash_attention, flash_inputs
+from zoo.kernels.attention.backends import BACKENDS, Call, MaskKind, check_impl, choose, mask_kind
+from zoo.kernels.attention.flash import flash_attention, whole_heads
 from zoo.kernels.attention.flex import Blocks, find_blocks, flexible_attention
 from zoo.kernels.attention.mask import document_ids, visible
 from zoo.kernels.attention.reference import attention_reference
 from zoo.kernels.checks import check_mask, check_tensors
 from zoo.kernels.packing import check_cu_seqlens
 
-__all__ = ["BACKENDS", "Mask", "attention", "attention_mask", "document_ids", "visible"]
+__all__ = [
+    "BACKENDS",
+    "Call",
+    "Mask",
+    "MaskKind",
+    "attention",
+    "attention_mask",
+    "document_ids",
+    "make_mask",
+    "mask_kind",
+    "visible",
+]
 
-_IMPLS = ("auto", *BACKENDS, "reference")
+_WIDEST = 1 << 30  # window: all there is, and int32 holds it with a position added
 
 Mask = Tensor | Blocks
 
@@ -50,7 +61,7 @@ def attention(
         mask: what `attention_mask` made for this window and these documents, when the caller has it already (one for
             all layers). Or any bool [B or 1, 1, T, T_k], True where visible, for "sdpa" and "reference": then
             the number of keys T_k is free. ``window`` and ``cu_seqlens`` must not be given with it.
-        scale: factor of the logits, D^-1/2 if None.
+        scale: factor of the logits, positive; D^-1/2 if None.
         impl: the backend; an explicit choice never falls back.
 
             - "auto": today always "sdpa".
@@ -60,7 +71,7 @@ def attention(
             - "flex": FlexAttention, compiled (CUDA; bf16, fp16 or fp32; D and D_v from 16).
             - "xformers": the package of that name, like "flash".
             - "triton": this library's kernels (CUDA; bf16, fp16 or fp32; D and D_v up to 256; 227 KiB of shared memory,
-              as Hopper has; scale > 0).
+              as Hopper has).
             - "reference": every weight, in float32 or float64.
 
     Returns:
@@ -69,21 +80,25 @@ def attention(
     Raises:
         ValueError: an argument is not as above, or the backend cannot serve the call.
     """
-    if impl not in _IMPLS:
-        raise ValueError(f"impl: expected one of {', '.join(_IMPLS)}, got {impl!r}")
-    _check(q, k, v, window, cu_seqlens, mask, scale)
+    check_impl(impl)
+    _check(q, k, v, mask, scale)
+    _check_visible(q.shape[1], window, cu_seqlens, batch_size=q.shape[0], device=q.device)
+    if mask is not None and (window is not None or cu_seqlens is not None):
+        raise ValueError("mask: it already says what is visible; give neither window nor cu_seqlens with it")
+    window = None if window is None else min(window, _WIDEST)
     q, k = q.to(v.dtype), k.to(v.dtype)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    backend = _backend(impl, q, v, window, cu_seqlens, mask, factor)
+    call = _call((q.shape[-1], v.shape[-1]), v.device, v.dtype, window, cu_seqlens)
+    backend = choose(_fit(impl, mask), call)
     if backend == "triton":
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         return triton_ops.attention(q, k, v, cu_seqlens, window, factor, save)[0]
     if backend == "flash":
-        return flash_attention(*flash_inputs(q, k, v), cu_seqlens, window, factor)
+        return flash_attention(*whole_heads(q, k, v), cu_seqlens, window, factor)
     if backend == "xformers":
-        return xformers_ops.attention(*flash_inputs(q, k, v), cu_seqlens, window, factor)[0]
+        return xformers_ops.attention(*whole_heads(q, k, v), cu_seqlens, window, factor)[0]
     if mask is None:
-        mask = _make_mask(backend, q.shape[1], window, cu_seqlens, q.device)
+        mask = make_mask(mask_kind(backend, call), q.shape[1], window, cu_seqlens, q.device)
     if backend == "flex":
         assert isinstance(mask, Blocks)
         return flexible_attention(q, k, v, mask, factor)
@@ -113,50 +128,55 @@ def attention_mask(
         head_dims: D and D_v.
         device: of the tensors.
         dtype: of the values.
-        impl: the backend.
+        impl: the backend; whether it can serve such calls is for them to find out.
 
     Returns:
         Something for the argument ``mask``, or None where the backend needs nothing.
 
     Raises:
-        ValueError: the backend cannot serve such calls.
+        ValueError: an argument is not as above.
     """
-    call = Call(device, dtype, *head_dims, windowed=window is not None, packed=cu_seqlens is not None)
-    return _make_mask(choose(impl, call), seq_len, window, cu_seqlens, device)
+    check_impl(impl)
+    _check_visible(seq_len, window, cu_seqlens, batch_size=1, device=device)
+    kind = mask_kind(impl, _call(head_dims, device, dtype, window, cu_seqlens))
+    return make_mask(kind, seq_len, window, cu_seqlens, device)
 
 
-def _backend(
-    impl: str, q: Tensor, v: Tensor, window: int | None, cu_seqlens: Tensor | None, mask: Mask | None, scale: float
-) -> str:
-    """Who computes a call: see `choose`."""
-    if isinstance(mask, Tensor):
-        allowed = "sdpa", "reference"
-    elif mask is not None:
-        allowed = ("flex",)
-    else:
-        allowed = _IMPLS
-    if impl == "triton" and scale <= 0:
-        raise ValueError(f"impl: 'triton' needs a positive scale, got {scale}")
-    if mask is not None and impl == "auto":
-        impl = allowed[0]
-    if impl not in allowed:
-        raise ValueError(f"impl: {impl!r} needs a call without a mask")
-    call = Call(v.device, v.dtype, q.shape[-1], v.shape[-1], windowed=window is not None, packed=cu_seqlens is not None)
-    return choose(impl, call)
-
-
-def _make_mask(
-    backend: str, seq_len: int, window: int | None, cu_seqlens: Tensor | None, device: torch.device
+def make_mask(
+    kind: MaskKind | None, seq_len: int, window: int | None, cu_seqlens: Tensor | None, device: torch.device
 ) -> Mask | None:
-    """What a backend reads to know what is visible."""
-    if backend == "flex":
+    """A mask of a kind (see `mask_kind`), arguments as in `attention_mask`."""
+    if kind == "blocks":
         return find_blocks(seq_len, window, cu_seqlens, device)
-    plain = window is None and cu_seqlens is None
-    if backend == "reference" or (backend == "sdpa" and not plain):
-        order = torch.arange(seq_len, device=device)
-        documents = None if cu_seqlens is None else document_ids(cu_seqlens, seq_len)
-        return visible(order, order, window=window, documents=documents)[None, None]
-    return None
+    if kind is None:
+        return None
+    order = torch.arange(seq_len, device=device)
+    documents = None if cu_seqlens is None else document_ids(cu_seqlens, seq_len)
+    return visible(order, order, window=window, documents=documents)[None, None]
+
+
+def _call(
+    head_dims: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None,
+    cu_seqlens: Tensor | None,
+) -> Call:
+    return Call(device, dtype, *head_dims, windowed=window is not None, packed=cu_seqlens is not None)
+
+
+def _fit(impl: str, mask: Mask | None) -> str:
+    """The backend that was asked for, or for "auto" one that can read the mask, if there is one.
+
+    Raises:
+        ValueError: the backend cannot read it.
+    """
+    if mask is None:
+        return impl
+    readers, given = (("flex",), "blocks") if isinstance(mask, Blocks) else (("sdpa", "reference"), "a tensor")
+    if impl not in ("auto", *readers):
+        raise ValueError(f"mask: {impl!r} cannot read {given}, expected impl auto, {' or '.join(readers)}")
+    return readers[0] if impl == "auto" else impl
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -168,37 +188,36 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
     return o.transpose(1, 2).to(v.dtype)  # autocast returns its own dtype
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int | None,
-    cu_seqlens: Tensor | None,
-    mask: Mask | None,
-    scale: float | None,
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None) -> None:
     for name, letters, x in (("q", "[B, T, H, D]", q), ("k", "[B, T, G, D]", k), ("v", "[B, T, G, D_v]", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name}: expected a tensor {letters}, got {x!r}")
-    if q.ndim != 4:
-        raise ValueError(f"q: expected [B, T, H, D], got {list(q.shape)}")
+    if q.ndim != 4 or 0 in q.shape[2:]:
+        raise ValueError(f"q: expected [B, T, H, D], H and D not 0, got {list(q.shape)}")
     B, T, H, D = q.shape
     keys = T
     if isinstance(mask, Tensor):
         check_mask(mask, B, T)
         keys = mask.shape[-1]
-    elif not isinstance(mask, (Blocks, NoneType)):
+    elif isinstance(mask, Blocks):
+        device = mask.partly[0].device
+        if mask.seq_len != T or device != q.device:
+            raise ValueError(f"mask: expected blocks of T = {T} on {q.device}, got {mask.seq_len} on {device}")
+    elif mask is not None:
         raise ValueError(f"mask: expected a bool tensor, or what attention_mask returns, got {mask!r}")
     check_tensors({"q": q, "k": k, "v": v}, {"mask": mask if isinstance(mask, Tensor) else None})
     if k.ndim != 4 or k.shape[0] != B or k.shape[1] != keys or k.shape[3] != D or not k.shape[2] or H % k.shape[2]:
         raise ValueError(f"k: expected [{B}, {keys}, G, {D}] with G dividing {H}, got {list(k.shape)}")
-    if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v: expected {[*k.shape[:3], 'D_v']}, got {list(v.shape)}")
-    if not isinstance(scale, (int, float, NoneType)):
-        raise ValueError(f"scale: expected a number, got {scale!r}")
+    if v.ndim != 4 or v.shape[:3] != k.shape[:3] or not v.shape[3]:
+        raise ValueError(f"v: expected {[*k.shape[:3], 'D_v']}, D_v not 0, got {list(v.shape)}")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < inf):
+        raise ValueError(f"scale: expected a positive number, got {scale!r}")
+
+
+def _check_visible(
+    seq_len: int, window: int | None, cu_seqlens: Tensor | None, *, batch_size: int, device: torch.device
+) -> None:
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"window: expected a whole number of at least 1, got {window!r}")
-    if mask is not None and (window is not None or cu_seqlens is not None):
-        raise ValueError("mask: it already says what is visible; give neither window nor cu_seqlens with it")
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, batch_size=B, length=T, device=q.device)
+        check_cu_seqlens(cu_seqlens, batch_size=batch_size, length=seq_len, device=device)

@@ -1,15 +1,17 @@
 """What computes attention, and what each needs of a call."""
 
-from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+from zoo.kernels.attention.xformers_ops import missing_xformers
 from zoo.kernels.triton_support import missing_for_heads
 
-__all__ = ["BACKENDS", "Call", "choose"]
+__all__ = ["BACKENDS", "IMPLS", "Call", "MaskKind", "check_impl", "choose", "mask_kind"]
 
-BACKENDS = ("sdpa", "flash", "flex", "xformers", "triton")  # fast ones; beside them there is "reference"
+BACKENDS = ("sdpa", "flash", "flex", "xformers", "triton")
+IMPLS = ("auto", *BACKENDS, "reference")
+MaskKind = Literal["pairs", "blocks"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FLASH_MULTIPLE, _FLASH_MAX_HEAD_DIM, _FLEX_MIN_HEAD_DIM = 8, 256, 16
@@ -35,22 +37,50 @@ class Call(NamedTuple):
     packed: bool
 
 
+def check_impl(impl: str) -> None:
+    """Refuse what is not one of `IMPLS`.
+
+    Raises:
+        ValueError: as it says.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"impl: expected one of {', '.join(IMPLS)}, got {impl!r}")
+
+
+def mask_kind(impl: str, call: Call) -> MaskKind | None:
+    """What is made to say what is visible: a mask of all pairs of tokens, FlexAttention's blocks, or nothing.
+
+    Args:
+        impl: one of `IMPLS`.
+        call: for which.
+    """
+    backend = _fastest(call) if impl == "auto" else impl
+    if backend == "flex":
+        return "blocks"
+    return "pairs" if backend == "reference" or (backend == "sdpa" and (call.windowed or call.packed)) else None
+
+
 def choose(impl: str, call: Call) -> str:
     """The backend of a call, or "reference".
 
     Args:
-        impl: what was asked for: one of these, or "auto".
+        impl: one of `IMPLS`.
         call: for which.
 
     Raises:
         ValueError: it cannot serve the call, and why.
     """
     if impl == "auto":
-        return "sdpa"
+        return _fastest(call)
     missing = _missing(impl, call)
     if missing is not None:
         raise ValueError(f"impl: {impl!r} needs {missing}")
     return impl
+
+
+def _fastest(call: Call) -> str:
+    del call
+    return "sdpa"
 
 
 def _missing(backend: str, call: Call) -> str | None:
@@ -59,11 +89,10 @@ def _missing(backend: str, call: Call) -> str | None:
         return None
     if backend == "triton":
         return missing_for_heads(call.device, call.dtype, D=call.key_dim, D_v=call.value_dim)
-    if backend == "xformers" and find_spec("xformers") is None:
-        return "the package xformers, which is not installed: pip install 'mixer-zoo[xformers]'"
-    if call.device.type != "cuda":
-        return f"CUDA tensors, got {call.device}"
-    return _missing_for_flex(call) if backend == "flex" else _missing_for_flash(call)
+    missing = missing_xformers() if backend == "xformers" else None
+    if missing is None and call.device.type != "cuda":
+        missing = f"CUDA tensors, got {call.device}"
+    return missing or (_missing_for_flex(call) if backend == "flex" else _missing_for_flash(call))
 
 
 def _missing_for_flex(call: Call) -> str | None:

@@ -15,20 +15,25 @@ from zoo.kernels.attention.mask import document_ids
 __all__ = ["Blocks", "find_blocks", "flexible_attention"]
 
 _SIZE = 128
+_KINDS = 1024  # of calls in a process: more than there are
 
 
 class Blocks(NamedTuple):
     """Which blocks of keys each block of rows sees, for all layers with the same window and documents.
 
+    Each table is how many for each of M blocks, int32 [1, 1, M], and which, before the others, int32 [1, 1, M, M].
+
     Attributes:
-        partly: [M, M] how many, [M] and which, for rows: pairs of tensors as FlexAttention takes them.
-        wholly: the same of blocks all of whose pairs are visible.
-        partly_seen: for keys, the blocks of rows that see a part of them.
-        wholly_seen: likewise.
+        seq_len: T.
+        partly: for rows, the blocks of keys that have visible and hidden pairs.
+        wholly: for rows, those all of whose pairs are visible.
+        partly_seen: for keys, the blocks of rows, as in `partly`.
+        wholly_seen: likewise, as in `wholly`.
         documents: [T] of each token, or None.
         window: keys that a token sees, itself included; None for all.
     """
 
+    seq_len: int
     partly: tuple[Tensor, Tensor]
     wholly: tuple[Tensor, Tensor]
     partly_seen: tuple[Tensor, Tensor]
@@ -60,17 +65,19 @@ def find_blocks(seq_len: int, window: int | None, cu_seqlens: Tensor | None, dev
         all_pairs = all_pairs & (begins[None] == ends[:, None])
     part = some & ~all_pairs
     seen = _listed(part.mT), _listed(all_pairs.mT)
-    return Blocks(_listed(part), _listed(all_pairs), *seen, documents, window)
+    return Blocks(seq_len, _listed(part), _listed(all_pairs), *seen, documents, window)
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many are chosen in each row, int32 [1, 1, M], and which, before the others: [1, 1, M, M]."""
+    """How many are chosen in each row, and which, as a table of `Blocks`."""
     order = chosen.int().sort(dim=-1, descending=True, stable=True).indices
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def flexible_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, scale: float) -> Tensor:
     """Causal attention, compiled: else FlexAttention would hold the weights of every pair of tokens.
+
+    In eager calls too, once for each kind: dtype, sizes of heads, window or none, packed or not, one block or more.
 
     Args:
         q: [B, T, H, D].
@@ -82,8 +89,10 @@ def flexible_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, scale: f
     Returns:
         [B, T, H, D_v].
     """
-    attend = _attend if torch.compiler.is_compiling() else _compiled()
-    return attend(q, k, v, blocks, scale)
+    if torch.compiler.is_compiling():
+        return _attend(q, k, v, blocks, scale)
+    with torch._dynamo.config.patch(recompile_limit=_KINDS, accumulated_recompile_limit=_KINDS):
+        return _compiled()(q, k, v, blocks, scale)
 
 
 @cache
@@ -106,7 +115,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, scale: float) -> Te
 
     # Made here, not by the caller: a function of other documents would be compiled anew.
     mask = BlockMask(
-        (q.shape[1], q.shape[1]),
+        (blocks.seq_len, blocks.seq_len),
         *blocks.partly,
         *blocks.wholly,
         *blocks.partly_seen,
@@ -117,4 +126,4 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, scale: float) -> Te
     grouped = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o: Tensor = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)  # pyright: ignore[reportAssignmentType]
-    return o.transpose(1, 2)
+    return o.transpose(1, 2).to(v.dtype)  # autocast returns its own dtype

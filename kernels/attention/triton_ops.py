@@ -3,10 +3,10 @@
 Shapes: B batch, T tokens, H query heads, G key/value heads, D and D_v their sizes, N documents.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from zoo.kernels.attention.autograd import register_gradients
 
 __all__ = ["attention", "attention_backward"]
 
@@ -53,22 +53,4 @@ def attention_backward(
         return launch(grad_o, q, k, v, cu_seqlens, o, lse, window, scale)
 
 
-@attention_backward.register_fake
-def _(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window, ctx.scale, _ = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_o: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if grad_o is None:
-        return (None,) * 7
-    return *attention_backward(grad_o, *ctx.saved_tensors, ctx.window, ctx.scale), *(None,) * 4
-
-
-attention.register_autograd(_backward, setup_context=_save)
+register_gradients(attention, attention_backward)

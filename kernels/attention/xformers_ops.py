@@ -7,28 +7,50 @@ Shapes: B batch, T tokens, H heads, D head dim, N documents.
 import ctypes
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["attention", "attention_backward"]
+from zoo.kernels.attention.autograd import register_gradients
+from zoo.kernels.attention.flash import aligned
+
+__all__ = ["attention", "attention_backward", "missing_xformers"]
+
+_HINT = "pip install 'mixer-zoo[xformers]'"
+
+
+@torch.compiler.assume_constant_result
+def missing_xformers() -> str | None:
+    """What is missing of xformers, or None."""
+    return _missing()
+
+
+@cache
+def _missing() -> str | None:
+    if find_spec("xformers") is None:
+        return f"the package xformers, which is not installed: {_HINT}"
+    failure = "its extension does not load"
+    try:
+        fmha = _fmha()
+        if fmha.common._built_with_cuda and fmha.flash.FwOp.is_available():
+            return None
+    except (ImportError, OSError, AttributeError) as error:
+        failure = str(error).partition("\n")[0]
+    return f"a usable package xformers ({failure}): {_HINT}"
 
 
 @cache
 def _fmha() -> Any:
-    """The module of xformers, which finds its extension's CUDA 12 runtime beside a torch of CUDA 13.
-
-    Raises:
-        ImportError: xformers, or its extension, cannot be loaded.
-    """
+    """The module of xformers; before it what its extension needs beside a torch of CUDA 13, the runtime of CUDA 12."""
     try:
         runtime = files("nvidia-cuda-runtime-cu12") or ()
     except PackageNotFoundError:
         runtime = ()
     for file in runtime:
         if file.name == "libcudart.so.12":
-            ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(str(file.locate()))
     from xformers.ops import fmha  # pyright: ignore[reportMissingImports]
 
     return fmha
@@ -65,9 +87,9 @@ def attention(
         o [B, T, H, D], and the log-sum-exp of each row's logits, [B, H, T] fp32.
     """
     fmha = _fmha()
-    o, lse = fmha.memory_efficient_attention_forward_requires_grad(
-        q, k, v, _bias(q.shape[1], cu_seqlens, window), scale=scale, op=fmha.flash.FwOp
-    )
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    bias = _bias(q.shape[1], cu_seqlens, window)
+    o, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, bias, scale=scale, op=fmha.flash.FwOp)
     return o.contiguous(), lse.contiguous()
 
 
@@ -93,28 +115,11 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from that of o."""
     fmha = _fmha()
+    grad_o, q, k, v = (aligned(x) for x in (grad_o, q, k, v))
     bias = _bias(q.shape[1], cu_seqlens, window)
     grads = fmha.memory_efficient_attention_backward(grad_o, o, lse, q, k, v, bias, scale=scale, op=fmha.flash.BwOp)
     grad_q, grad_k, grad_v = (x.contiguous() for x in grads)
     return grad_q, grad_k, grad_v
 
 
-@attention_backward.register_fake
-def _(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_o: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if grad_o is None:
-        return (None,) * 6
-    return *attention_backward(grad_o, *ctx.saved_tensors, ctx.window, ctx.scale), *(None,) * 3
-
-
-attention.register_autograd(_backward, setup_context=_save)
+register_gradients(attention, attention_backward)

@@ -171,15 +171,29 @@ BLOCKS = find_blocks(5, None, None, Q.device)
         ),
         *(({"impl": name}, f"impl: '{name}' needs CUDA tensors, got cpu") for name in ("flash", "flex", "triton")),
         *(
-            ({"impl": name, "mask": ALL}, f"impl: '{name}' needs a call without a mask")
+            ({"impl": name, "mask": ALL}, f"mask: '{name}' cannot read a tensor, expected impl auto, sdpa or reference")
             for name in ("flash", "flex", "xformers", "triton")
         ),
-        ({"impl": "sdpa", "mask": BLOCKS}, r"impl: 'sdpa' needs a call without a mask"),
-        ({"impl": "triton", "scale": 0.0}, r"impl: 'triton' needs a positive scale, got 0.0"),
+        *(
+            ({"impl": name, "mask": BLOCKS}, f"mask: '{name}' cannot read blocks, expected impl auto, flex$")
+            for name in ("sdpa", "reference", "triton")
+        ),
+        ({"mask": BLOCKS}, r"impl: 'flex' needs CUDA tensors, got cpu"),
+        ({"mask": find_blocks(6, None, None, Q.device)}, r"mask: expected blocks of T = 5 on cpu, got 6 on cpu"),
+        (
+            {"mask": find_blocks(5, None, None, torch.device("meta"))},
+            r"mask: expected blocks of .* on cpu, got 5 on meta",
+        ),
+        *(
+            ({"scale": scale}, f"scale: expected a positive number, got {scale}")
+            for scale in (0.0, -0.5, float("nan"), float("inf"), True)
+        ),
+        ({"q": Q[..., :0], "k": K[..., :0]}, r"q: expected \[B, T, H, D\], H and D not 0, got \[1, 5, 4, 0\]"),
+        ({"v": V[..., :0]}, r"v: expected \[1, 5, 2, 'D_v'\], D_v not 0, got \[1, 5, 2, 0\]"),
         ({"q": 3}, r"q: expected a tensor \[B, T, H, D\], got 3"),
         ({"k": None}, r"k: expected a tensor \[B, T, G, D\], got None"),
         ({"k": K.to("meta")}, r"k: expected the device of q, cpu, got meta"),
-        ({"scale": "x"}, r"scale: expected a number, got 'x'"),
+        ({"scale": "x"}, r"scale: expected a positive number, got 'x'"),
         ({"window": 2.5}, r"window: expected a whole number of at least 1, got 2.5"),
         ({"window": True}, r"window: expected a whole number of at least 1, got True"),
         ({"q": Q[0]}, r"q: expected \[B, T, H, D\].*got \[5, 4, 4\]"),
@@ -190,7 +204,7 @@ BLOCKS = find_blocks(5, None, None, Q.device)
         ({"k": torch.zeros(1, 5, 3, 4)}, r"k: expected .* G dividing 4, got \[1, 5, 3, 4\]"),
         ({"k": K[:, :, :0]}, r"k: expected .* got \[1, 5, 0, 4\]"),
         ({"k": K.expand(2, -1, -1, -1)}, r"k: expected .* got \[2, 5, 2, 4\]"),
-        ({"v": V[:, :4]}, r"v: expected \[1, 5, 2, 'D_v'\], got \[1, 4, 2, 4\]"),
+        ({"v": V[:, :4]}, r"v: expected \[1, 5, 2, 'D_v'\], .*got \[1, 4, 2, 4\]"),
         ({"v": V[..., 0]}, r"v: expected .*got \[1, 5, 2\]"),
         ({"v": V.int()}, r"v: expected .*floating.*int32"),
         ({"window": 0}, r"window: expected a whole number of at least 1, got 0"),

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zoo.kernels.attention import BACKENDS, attention, attention_mask, backends, document_ids, visible
-from zoo.kernels.attention.backends import Call, choose
-from zoo.kernels.attention.flash import flash_inputs
+from zoo.kernels.attention import BACKENDS, attention, attention_mask, backends, document_ids, visible, xformers_ops
+from zoo.kernels.attention.backends import Call, choose, mask_kind
+from zoo.kernels.attention.flash import aligned, whole_heads
 from zoo.kernels.attention.flex import Blocks, find_blocks, flexible_attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -34,7 +34,7 @@ def ends(pieces: tuple[int, ...]) -> Tensor:
 
 @pytest.fixture
 def with_xformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "find_spec", lambda name: name)
+    monkeypatch.setattr(backends, "missing_xformers", lambda: None)
 
 
 @pytest.mark.usefixtures("with_xformers")
@@ -43,9 +43,11 @@ def test_an_explicit_backend_is_the_one(impl: str) -> None:
     assert choose(impl, CALL) == impl
 
 
-@pytest.mark.parametrize("call", [CALL, CALL._replace(device=CPU, windowed=False, dtype=torch.float64)])
-def test_auto_serves_any_call(call: Call) -> None:
-    assert choose(choose("auto", call), call) == choose("auto", call)
+@pytest.mark.parametrize("window", [2**31, 2**70])
+@pytest.mark.parametrize("impl", ["sdpa", "reference"])
+def test_a_window_beyond_all_integers(impl: str, window: int) -> None:
+    x = inputs(9)
+    torch.testing.assert_close(attention(**x, window=window, impl=impl), attention(**x, impl=impl))
 
 
 @pytest.mark.usefixtures("with_xformers")
@@ -69,7 +71,8 @@ def test_what_a_backend_needs(names: tuple[str, ...], changes: dict[str, Any], n
 
 
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "find_spec", lambda _: None)
+    monkeypatch.setattr(xformers_ops, "find_spec", lambda _: None)
+    monkeypatch.setattr(xformers_ops, "_missing", xformers_ops._missing.__wrapped__)
     message = r"^impl: 'xformers' needs the package xformers, .*: pip install 'mixer-zoo\[xformers\]'$"
     with pytest.raises(ValueError, match=message):
         attention(**inputs(5), impl="xformers")
@@ -87,18 +90,32 @@ def test_a_mask_made_beforehand(window: int | None, pieces: tuple[int, ...] | No
     assert torch.equal(attention(**x, mask=mask, impl=impl), attention(**x, **given, impl=impl))
 
 
-@pytest.mark.usefixtures("with_xformers")
-@pytest.mark.parametrize("impl", ["flash", "xformers", "triton"])
-def test_backends_that_need_no_mask(impl: str) -> None:
-    cu_seqlens = torch.empty(3, device="meta")
-    assert (
-        attention_mask(9, cu_seqlens=cu_seqlens, head_dims=(64, 64), device=CUDA, dtype=CALL.dtype, impl=impl) is None
-    )
+@pytest.mark.parametrize("packed", [False, True])
+def test_kinds_of_masks(packed: bool) -> None:
+    call = CALL._replace(packed=packed)
+    assert {impl: mask_kind(impl, call) for impl in BACKENDS} == {
+        "sdpa": "pairs",
+        "flash": None,
+        "flex": "blocks",
+        "xformers": None,
+        "triton": None,
+    }
+    assert mask_kind("auto", call) == mask_kind(choose("auto", call), call)
+    plain = CALL._replace(windowed=False)
+    assert [mask_kind(impl, plain) for impl in ("sdpa", "flex", "reference")] == [None, "blocks", "pairs"]
 
 
-def test_a_mask_for_a_backend_that_cannot() -> None:
-    with pytest.raises(ValueError, match=r"^impl: 'flex' needs CUDA tensors, got cpu$"):
-        attention_mask(9, head_dims=(16, 16), device=CPU, dtype=torch.float32, impl="flex")
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"impl": "fast"}, r"^impl: expected one of auto, sdpa, .*, got 'fast'$"),
+        ({"window": 0}, r"^window: expected a whole number of at least 1, got 0$"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, r"^cu_seqlens: expected to rise from 0 to T = 9, got \[0, 4\]$"),
+    ],
+)
+def test_a_mask_of_what_does_not_exist(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        attention_mask(9, head_dims=(16, 16), device=CPU, dtype=torch.float32, **options)
 
 
 def listed(table: tuple[Tensor, Tensor]) -> Tensor:
@@ -155,21 +172,41 @@ def test_flex_attention_in_one_graph_over_packings(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_what_flash_attention_reads(groups: int) -> None:
-    """Whole heads in aligned rows; what is so already is not copied."""
+def test_whole_heads(groups: int) -> None:
     x = inputs(9, groups, batch=2)
-    q, k, _ = flash_inputs(*x.values())
+    q, k, v = whole_heads(**x)
     assert q is x["q"]
-    assert torch.equal(k, x["k"].repeat_interleave(4 // groups, 2))
-    for change in (lambda y: y[:, :, :, ::2], lambda y: y.flatten()[1:129].view(1, 2, 4, 16), lambda y: y.mT):
-        view = change(x["q"].detach())
-        q, _, _ = flash_inputs(view, view, view)
-        assert torch.equal(q, view)
-        assert q.is_contiguous()
-        assert q.storage_offset() == 0
-    together = torch.randn(2, 9, 3 * 64)
-    parts = [y.unflatten(-1, (4, 16)) for y in together.split(64, -1)]
-    assert all(a is b for a, b in zip(flash_inputs(*parts), parts, strict=True))
+    for given, y in (("k", k), ("v", v)):
+        assert torch.equal(y, x[given].repeat_interleave(4 // groups, 2))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "every second": lambda y: y[..., ::2],
+    "transposed": lambda y: y.mT,
+    "rows of 17": lambda y: torch.nn.functional.pad(y, (0, 1))[..., :16],
+    "shifted": lambda y: y.flatten()[1:129].view(1, 2, 4, 16),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_is_not_aligned_is_copied(view: str) -> None:
+    x = VIEWS[view](torch.randn(2, 9, 4, 16))
+    y = aligned(x)
+    assert torch.equal(y, x)
+    assert (y.is_contiguous(), y.storage_offset()) == (True, 0)
+
+
+def test_what_is_aligned_is_not_copied() -> None:
+    parts = torch.randn(2, 9, 3 * 64).split(64, -1)
+    assert all(aligned(x) is x for x in (y.unflatten(-1, (4, 16)) for y in parts))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_alignment_in_a_graph() -> None:
+    call = torch.compile(lambda x: aligned(x.split(64, -1)[1]) + 1, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (9, 12):
+        x = torch.randn(2, length, 3 * 64)
+        assert torch.equal(call(x), x.split(64, -1)[1] + 1)
 
 
 @pytest.mark.usefixtures("with_xformers")
@@ -193,5 +230,5 @@ def test_blocks_are_not_a_mask_of_pairs() -> None:
     x = inputs(9)
     blocks = find_blocks(9, None, None, CPU)
     assert isinstance(blocks, Blocks)
-    with pytest.raises(ValueError, match=r"^impl: 'reference' needs a call without a mask$"):
+    with pytest.raises(ValueError, match=r"^mask: 'reference' cannot read blocks, expected impl auto, flex$"):
         attention(**x, mask=blocks, impl="reference")

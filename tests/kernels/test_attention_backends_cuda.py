@@ -1,6 +1,7 @@
 """Backends of attention that others have made, on a CUDA device: equal to float64, in one graph."""
 
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import pytest
@@ -105,9 +106,33 @@ def test_one_graph_over_packings(window: int | None, impl: str) -> None:
 
 
 @impls
-def test_under_autocast(impl: str) -> None:
-    x = inputs(300, heads=(4, 2))
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_under_autocast(dtype: torch.dtype, impl: str) -> None:
+    x = inputs(300, heads=(4, 2), dtype=dtype)
+    if dtype == FP32 and impl in ("flash", "xformers"):
+        pytest.skip("takes no float32")
     with torch.autocast(DEVICE, BF16):
         actual = with_gradients(x, window=W, impl=impl)
-    assert actual["o"].dtype == BF16
-    assert_near(actual, with_gradients(x, window=W, impl=impl), 1e-2)
+    assert actual["o"].dtype == dtype
+    assert_near(actual, with_gradients(x, window=W, impl=impl), 2e-2)
+
+
+def test_more_kinds_of_flexible_calls_than_dynamo_compiles_by_itself() -> None:
+    for dtype, dim, groups, window in product((BF16, FP16), (16, 32), (1, 2), (None, W)):
+        check_hard(inputs(200, heads=(2, groups), dims=(dim, dim), dtype=dtype), window=window, impl="flex")
+
+
+@NEEDS_XFORMERS
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("pieces", [None, (5, 0, 65)], ids=["dense", "packed"])
+@pytest.mark.parametrize("layout", ["contiguous", *LAYOUTS])
+def test_xformers_ops_are_sound(layout: str, pieces: tuple[int, ...] | None, window: int | None) -> None:
+    x = inputs(70, batch=3 if pieces is None else 1, heads=(4, 4), dims=(32, 32), pieces=pieces)
+    x = x if layout == "contiguous" else changed(x, LAYOUTS[layout])
+    leaves, cu_seqlens = [x[name] for name in LEAVES], x.get("cu_seqlens")
+    plain = [y.detach() for y in leaves]
+    op = torch.ops.zoo.attention_xformers.default
+    torch.library.opcheck(op, (*leaves, cu_seqlens, window, 0.3))
+    o, lse = op(*plain, cu_seqlens, window, 0.3)
+    backward = torch.ops.zoo.attention_xformers_backward.default
+    torch.library.opcheck(backward, (torch.randn_like(o), *plain, cu_seqlens, o, lse, window, 0.3))

@@ -182,17 +182,3 @@ def test_mixed_dtypes() -> None:
 def test_inputs_that_the_kernels_do_not_take(changes: dict[str, Any], needs: str) -> None:
     with pytest.raises(ValueError, match=f"^impl: 'triton' needs {needs}$"):
         attention(**inputs(70, **changes), impl="triton")
-
-
-@pytest.mark.parametrize(
-    ("options", "needs"),
-    [
-        ({"mask": torch.ones(1, 1, 70, 70, dtype=torch.bool)}, "a call without a mask"),
-        ({"scale": 0.0}, "a positive scale, got 0.0"),
-        ({"scale": -1.0}, "a positive scale, got -1.0"),
-    ],
-    ids=["mask", "zero", "negative"],
-)
-def test_options_that_the_kernels_do_not_take(options: dict[str, Any], needs: str) -> None:
-    with pytest.raises(ValueError, match=f"^impl: 'triton' needs {needs}$"):
-        attention(**inputs(70), **options, impl="triton")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo import ZooConfigError, components
+from zoo.mixers import context
 from zoo.mixers.cache import slot_positions, write_ring
 from zoo.mixers.context import AttentionMask, Context, RotaryTable
 from zoo.mixers.rotary import rotate
@@ -146,3 +147,19 @@ def test_ring_holds_the_last_tokens(start: int, length: int) -> None:
 def test_bad_options_are_named(name: str, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ZooConfigError, match=match):
         attention(name, **options)
+
+
+def test_equal_masks_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the sizes of heads, or who reads them."""
+    made: list[tuple[Any, ...]] = []
+    make_mask = context.make_mask
+
+    def noted(kind: Any, length: int, window: int | None, *rest: Any) -> Any:
+        made.append((kind, window))
+        return make_mask(kind, length, window, *rest)
+
+    monkeypatch.setattr(context, "make_mask", noted)
+    layers = [attention("sliding_window", num_heads=heads, window=window) for heads in (2, 4) for window in (3, 5)]
+    wanted = tuple(layer.mask for layer in (*layers, attention(num_heads=2), attention(num_heads=4)))
+    Context.from_tokens(torch.zeros(1, 9), torch.tensor([0, 4, 9])).share(wanted)
+    assert made == [("pairs", 3), ("pairs", 5), ("pairs", None)]

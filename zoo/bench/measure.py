@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import groupby
+from math import inf
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = ["run_plan"]
 Results = dict[str, Any]
 Row = dict[str, Any]
 
+_TENSORS = ("o", "dq", "dk", "dv")
 _BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # of the relative errors
 _CANNOT = ("No available kernel", "No viable backend")  # how PyTorch says that a forced kernel does not take a call
 
@@ -108,15 +110,21 @@ class _Inputs:
         return [x.requires_grad_() for x in leaves], gradient, self.cu_seqlens if cell.layout == "packed" else None
 
     @cached_property
-    def exact(self) -> dict[str, Tensor]:
-        """Outputs and gradients of the first sequence's first group, by the reference, one query head at a time."""
+    def exact(self) -> list[tuple[int, int, dict[str, Tensor]]]:
+        """Sequence, group, and their output and gradients by the reference, of the first ones and the last."""
+        B, _, G, _ = self.k.shape
+        return [(*place, self._exact(*place)) for place in dict.fromkeys([(0, 0), (B - 1, G - 1)])]
+
+    def _exact(self, sequence: int, group: int) -> dict[str, Tensor]:
+        """One query head at a time."""
         precise = torch.float64 if self.q.dtype == torch.float32 else torch.float32
         R = self.q.shape[2] // self.k.shape[2]
-        q, k, v, gradient = (x[:1].to(precise) for x in (self.q, self.k, self.v, self.gradient))
+        q, k, v, gradient = (x[sequence, None].to(precise) for x in (self.q, self.k, self.v, self.gradient))
+        k, v = k[:, :, group, None], v[:, :, group, None]
         call = partial(attention, window=self.window, impl="reference")
         heads = []
-        for head in range(R):
-            leaves = [x.detach().requires_grad_() for x in (q[:, :, head, None], k[:, :, :1], v[:, :, :1])]
+        for head in range(group * R, (group + 1) * R):
+            leaves = [x.detach().requires_grad_() for x in (q[:, :, head, None], k, v)]
             heads.append(_forward_backward(call, leaves, gradient[:, :, head, None]))
         o, dq, dk, dv = zip(*heads, strict=True)
         return {
@@ -127,11 +135,14 @@ class _Inputs:
         }
 
     def errors(self, found: tuple[Tensor, ...]) -> dict[str, float]:
-        """|found - exact| / |exact| of each tensor, or the difference itself where that is zero."""
-        errors = {}
-        for (name, exact), x in zip(self.exact.items(), found, strict=True):
-            difference = (x[:1, : exact.shape[1], : exact.shape[2]].to(exact.dtype) - exact).norm()
-            errors[name] = (difference / (exact.norm().item() or 1.0)).item()
+        """The largest |found - exact| / |exact| of each tensor, or difference where that is zero; inf if not finite."""
+        B, T = self.q.shape[:2]
+        errors = {name: 0.0 if x.isfinite().all() else inf for name, x in zip(_TENSORS, found, strict=True)}
+        for sequence, group, tensors in self.exact:
+            for (name, exact), x in zip(tensors.items(), found, strict=True):
+                heads = slice(group * exact.shape[2], (group + 1) * exact.shape[2])
+                difference = x.reshape(B, T, *x.shape[2:])[sequence, None, :, heads].to(exact.dtype) - exact
+                errors[name] = max(errors[name], (difference.norm() / (exact.norm().item() or 1.0)).item())
         return errors
 
 

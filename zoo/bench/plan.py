@@ -122,9 +122,14 @@ def make_plan(
     """
     where = machine.find(device)
     on_cuda = where.type == "cuda"
-    for name, value in (("heads", num_heads), ("kv-heads", num_kv_heads), ("tokens", tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"--{name}: got {value}, allowed: at least 1")
+    most = 1 << 20
+    options = ("heads", num_heads, 1), ("kv-heads", num_kv_heads, 1), ("tokens", tokens, 1), ("seed", seed, 0)
+    for name, value, least in options:
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"--{name}: got {value}, allowed: from {least} to {most}")
+    for name, sizes in (("lengths", lengths), ("head-dims", head_dims)):
+        if sizes and max(sizes) > most:
+            raise ValueError(f"--{name}: got {max(sizes)}, allowed: up to {most}")
     plan = Plan(
         backends=backends,
         lengths=lengths or ((1024, 4096, 16384, 32768) if on_cuda else (256, 512)),

@@ -82,8 +82,8 @@ def table(results: dict[str, Any], width: int) -> Group:
         tables = [_table([(*line[:first], *line[at : at + count]) for line in (heads, *lines)]) for at in starts]
         if all(Console(width=10_000).measure(part).maximum <= width for part in tables):
             break
-    ranking = _table(_ranking(results))
-    return Group(Text(_title(results)), *tables, Text(_CAPTION), ranking, Text(_RANKING))
+    ranking = (_table(_ranking(results)), Text(_RANKING)) if results["ranking"] else ()
+    return Group(Text(_title(results)), *tables, Text(_CAPTION), *ranking)
 
 
 def _table(lines: list[tuple[str, ...]]) -> Table:
@@ -100,9 +100,12 @@ def markdown(results: dict[str, Any]) -> str:
     heads = [*_HEADS, *_backends(results)]
     rule = ["---" if head in _LEFT else "---:" for head in heads]
     lines = "\n".join(f"| {' | '.join(line)} |" for line in (heads, rule, *_lines(results, "**{}**")))
+    text = f"{_title(results)}:\n\n{lines}\n\n{_CAPTION}\n"
+    if not results["ranking"]:
+        return text
     heads, *ranked = _ranking(results)
     ranking = "\n".join(f"| {' | '.join(line)} |" for line in (heads, ("---:", "---", "---:", "---"), *ranked))
-    return f"{_title(results)}:\n\n{lines}\n\n{_CAPTION}\n\n{ranking}\n\n{_RANKING}\n"
+    return f"{text}\n{ranking}\n\n{_RANKING}\n"
 
 
 def _ranking(results: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -110,7 +113,9 @@ def _ranking(results: dict[str, Any]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [("D", "layout", "window", _LEFT[-1])]
     for kind in results["ranking"]:
         backends = ", ".join(f"{name} {slowdown:.2f}" for name, slowdown in kind["slowdowns"].items())
-        lines.append((f"{kind['head_dim']}", kind["layout"], "some" if kind["windowed"] else "full", backends or "-"))
+        lines.append(
+            (f"{kind['head_dim']}", kind["layout"], "sliding" if kind["windowed"] else "full", backends or "-")
+        )
     return lines
 
 
