@@ -150,7 +150,7 @@ WRONG_VALUES: list[tuple[Raw, str, str, str]] = [
     *((mixer("full_attention", rope_theta=float(x)), "rope_theta", f"got {x}", "a number") for x in ("nan", "inf")),
     (mixer("full_attention", rope_theta=10**300 * 10**9), "rope_theta", "got 1000", "a number at least 1"),
     (mixer("full_attention", rope=1), "rope", "got 1", "true or false"),
-    (mixer("full_attention", backend="flash"), "backend", "got 'flash'", "'auto'"),
+    (mixer("full_attention", backend="fast"), "backend", "got 'fast'", "'auto'"),
     (mixer("delta_net", feature_map=3), "feature_map", "3 names no feature_map", "silu, relu, elu1, identity"),
     (mixer("delta_net", feature_map={"name": "silu", "x": 3}), "feature_map.x", "unknown option of silu", "none"),
 ]  # fmt: skip
