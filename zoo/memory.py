@@ -1,12 +1,20 @@
 """How much memory tensors take."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["peak_bytes", "peak_cpu_bytes"]
+__all__ = ["give_back", "peak_bytes", "peak_cpu_bytes"]
+
+
+def give_back(device: torch.device) -> None:
+    """What nothing refers to any more, on a CUDA device also to the processes beside this one."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:

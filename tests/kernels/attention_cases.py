@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from comparing import assert_rounded
 from torch import Tensor
 
 from zoo.kernels.attention import attention
@@ -15,9 +16,6 @@ DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LEAVES: tuple[str, ...] = ("q", "k", "v")
 PIECES = (1, 63, 64, 65, 1000)
-SIZES = (16, 32, 64, 128, 256)
-FLOAT32_BOUND = 1e-4
-ROUNDINGS = {"o": 2.0, "q": 3.0, "k": 3.0, "v": 3.0}  # what errors may be, in those that rounding exact results makes
 EXACT = 1e-6  # how far off results may be that rounding leaves as they are
 IN_PYTORCH = 1.2
 
@@ -71,34 +69,9 @@ def exact(x: dict[str, Any], grad_o: Tensor | None = None, **options: Any) -> di
     return with_gradients(changed(x, torch.Tensor.double), grad_o, **others)
 
 
-def assert_rounded(
-    actual: dict[str, Tensor],
-    expected: dict[str, Tensor],
-    dtype: torch.dtype,
-    alternatives: dict[str, float] | None = None,
-) -> None:
-    """Every error a few times that of rounding the exact result to `dtype`, or its alternative; in float32 1e-4 of it.
-
-    Where the result is 0, it is compared with the largest one.
-    """
-    assert actual.keys() == expected.keys()
-    largest = max(float(y.norm()) for y in expected.values())
-    for name, y in expected.items():
-        norm = float(y.norm())
-        if norm <= 1e-9 * largest:
-            allowed = largest * (FLOAT32_BOUND if dtype == FP32 else torch.finfo(dtype).eps / 2)
-        elif dtype == FP32:
-            allowed = FLOAT32_BOUND * norm
-        else:
-            allowed = max(ROUNDINGS[name] * float((y.to(dtype).double() - y).norm()), EXACT * norm)
-        allowed = max(allowed, (alternatives or {}).get(name, 0.0))
-        error = float((actual[name].double() - y).norm())
-        assert error <= allowed, f"{name}: error {error:.1e} > {allowed:.1e}, of {norm:.1e}"
-
-
 def check(x: dict[str, Any], **options: Any) -> None:
     """o and every gradient."""
-    assert_rounded(with_gradients(x, **options), exact(x, **options), x["v"].dtype)
+    assert_rounded(with_gradients(x, **options), exact(x, **options), x["v"].dtype, least=EXACT)
 
 
 def check_hard(x: dict[str, Any], **options: Any) -> None:
@@ -111,4 +84,4 @@ def check_hard(x: dict[str, Any], **options: Any) -> None:
         for name, y in in_pytorch.items()
         if dtype != FP32 and name != "o"
     }
-    assert_rounded(with_gradients(x, **options), expected, dtype, alternatives)
+    assert_rounded(with_gradients(x, **options), expected, dtype, alternatives, least=EXACT)

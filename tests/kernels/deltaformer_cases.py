@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from comparing import assert_rounded
 from torch import Tensor
 
 from half_precision import half_write
@@ -18,10 +19,6 @@ KERNELS = [("softmax", 0), ("linear", 0), ("relu", 0), ("exp", 0), ("round", 0),
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LEAVES: tuple[str, ...] = ("w", "k", "v", "alpha", "beta")
 PIECES = (1, 63, 64, 65, 1000)
-SIZES = (16, 32, 64, 128, 256)
-FLOAT32_BOUND = 1e-4
-# What errors may be, in those that rounding the exact results makes; or of `half_write`, but for u that has bounds.
-ROUNDINGS = {"u": 1.5, "w": 3.0, "k": 3.0, "v": 3.0, "alpha": 3.0, "beta": 7.0}
 IN_PYTORCH = 1.2
 
 
@@ -102,30 +99,6 @@ def in_half_precision(x: dict[str, Any], **options: Any) -> dict[str, Tensor]:
     """The same by `half_write`."""
     u = half_write(**x, **options)
     return {"u": u, **dict(zip(LEAVES, torch.autograd.grad(u, [x[name] for name in LEAVES], upstream(u)), strict=True))}
-
-
-def assert_rounded(
-    actual: dict[str, Tensor],
-    expected: dict[str, Tensor],
-    dtype: torch.dtype,
-    alternatives: dict[str, float] | None = None,
-) -> None:
-    """Every error a few times that of rounding the exact result to `dtype`, or its alternative; in float32 1e-4 of it.
-
-    Where the result is 0, it is compared with the largest one.
-    """
-    assert actual.keys() == expected.keys()
-    largest = max(float(y.norm()) for y in expected.values())
-    for name, y in expected.items():
-        if y.norm() <= 1e-9 * largest:
-            allowed = largest * (FLOAT32_BOUND if dtype == FP32 else torch.finfo(dtype).eps / 2)
-        elif dtype == FP32:
-            allowed = FLOAT32_BOUND * float(y.norm())
-        else:
-            allowed = ROUNDINGS[name] * float((y.to(dtype).double() - y).norm())
-        allowed = max(allowed, (alternatives or {}).get(name, 0.0))
-        error = float((actual[name].double() - y).norm())
-        assert error <= allowed, f"{name}: error {error:.1e} > {allowed:.1e}, of {float(y.norm()):.1e}"
 
 
 def check(x: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from attention_cases import (
     FP32,
     LEAVES,
     PIECES,
-    SIZES,
     changed,
     check,
     check_hard,
@@ -19,9 +18,10 @@ from attention_cases import (
     with_gradients,
 )
 from comparing import LAYOUTS, assert_equal
+from configurations import distinct, with_warps
 
 from zoo.kernels.attention import attention
-from zoo.kernels.attention.schedule import Configuration, configuration
+from zoo.kernels.attention.schedule import configuration
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -101,31 +101,18 @@ def test_scale(dtype: torch.dtype, scale: float) -> None:
     check_hard(inputs(300, dtype=dtype), scale=scale)
 
 
-def distinct_configurations() -> list[tuple[torch.dtype, tuple[int, int]]]:
-    """The dtypes and head dims that between them need every configuration there is."""
-    found = []
-    for dtype in (BF16, FP32):
-        dims = {configuration(*each, dtype): each for each in ((a, b) for a in SIZES for b in SIZES)}
-        found += [(dtype, each) for each in dims.values()]
-    return found
-
-
 @pytest.mark.parametrize("warps", [4, 8])
-@pytest.mark.parametrize(("dtype", "dims"), distinct_configurations(), ids=str)
+@pytest.mark.parametrize(("dtype", "dims"), distinct(configuration), ids=str)
 def test_every_configuration(
     dtype: torch.dtype, dims: tuple[int, int], warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_warps(*sizes: Any) -> Configuration:
-        chosen = configuration(*sizes)
-        names = ("forward", "rows", "keys")
-        return chosen._replace(**{name: getattr(chosen, name)._replace(warps=warps) for name in names})
-
-    monkeypatch.setattr("zoo.kernels.attention.triton.launch.configuration", with_warps)
+    configure = with_warps(configuration, warps, "forward", "rows", "keys")
+    monkeypatch.setattr("zoo.kernels.attention.triton.launch.configuration", configure)
     for seq_len in (61, 700):
         check(inputs(seq_len, dims=dims, dtype=dtype), window=100)
 
 
-@pytest.mark.parametrize(("dtype", "dims"), distinct_configurations(), ids=str)
+@pytest.mark.parametrize(("dtype", "dims"), distinct(configuration), ids=str)
 def test_every_configuration_without_a_window(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     """Packed, and with grouped heads."""
     check(inputs(381, batch=1, heads=(4, 2), dims=dims, dtype=dtype, pieces=(1, 0, 320, 60)))

@@ -1,23 +1,20 @@
 """The results of the Deltaformer's Triton kernels on a CUDA device: equal to float64."""
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from comparing import LAYOUTS, assert_equal, assert_near
+from comparing import FLOAT32_BOUND, LAYOUTS, assert_equal, assert_near, assert_rounded
+from configurations import distinct, with_warps
 from deltaformer_cases import (
     BF16,
     DEVICE,
-    FLOAT32_BOUND,
     FP16,
     FP32,
     IN_PYTORCH,
     KERNELS,
     LEAVES,
     PIECES,
-    SIZES,
-    assert_rounded,
     changed,
     check,
     check_hard,
@@ -29,7 +26,7 @@ from deltaformer_cases import (
 )
 
 from zoo.kernels.deltaformer import deltaformer_write
-from zoo.kernels.deltaformer.schedule import Configuration, configuration
+from zoo.kernels.deltaformer.schedule import configuration
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -162,31 +159,18 @@ def test_a_long_sequence(dims: tuple[int, int]) -> None:
     check(changed(inputs(65_536, batch=1, dims=dims, size=1.5), lambda y: y + 1, ("v",)))
 
 
-def distinct_configurations() -> list[tuple[torch.dtype, tuple[int, int]]]:
-    """The dtypes and head dims that between them need every configuration there is."""
-    found = []
-    for dtype in (BF16, FP32):
-        dims = {configuration(*each, dtype): each for each in ((a, b) for a in SIZES for b in SIZES)}
-        found += [(dtype, each) for each in dims.values()]
-    return found
-
-
 @pytest.mark.parametrize("warps", [4, 8])
-@pytest.mark.parametrize(("dtype", "dims"), distinct_configurations(), ids=str)
+@pytest.mark.parametrize(("dtype", "dims"), distinct(configuration), ids=str)
 def test_every_configuration(
     dtype: torch.dtype, dims: tuple[int, int], warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_warps(*sizes: Any) -> Configuration:
-        chosen = configuration(*sizes)
-        names = ("solve", "rows", "keys")
-        return chosen._replace(**{name: getattr(chosen, name)._replace(warps=warps) for name in names})
-
-    monkeypatch.setattr("zoo.kernels.deltaformer.triton.launch.configuration", with_warps)
+    configure = with_warps(configuration, warps, "solve", "rows", "keys")
+    monkeypatch.setattr("zoo.kernels.deltaformer.triton.launch.configuration", configure)
     for seq_len in (61, 700):
         check_hard(inputs(seq_len, dims=dims, dtype=dtype))
 
 
-@pytest.mark.parametrize(("dtype", "dims"), distinct_configurations(), ids=str)
+@pytest.mark.parametrize(("dtype", "dims"), distinct(configuration), ids=str)
 def test_every_configuration_without_bounds(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     """Packed, and with grouped heads."""
     x = inputs(381, "linear", batch=1, heads=(4, 2), dims=dims, dtype=dtype, pieces=(1, 0, 320, 60))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_equal, assert_near, compiled_kernels
+from comparing import assert_equal, assert_near, bytes_kept, compiled_kernels
 from deltaformer_cases import (
     BF16,
     DEVICE,
@@ -22,7 +22,6 @@ from deltaformer_cases import (
 )
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.autograd.graph import saved_tensors_hooks
 
 from zoo.kernels.deltaformer import deltaformer_write
 from zoo.kernels.deltaformer.schedule import configuration
@@ -195,18 +194,7 @@ def test_what_is_kept_for_the_backward() -> None:
     """Beside inputs and u, for each token and head: a float32, a row of a block of 64 by 64, what u's rounding took."""
     seq_len, heads = 512, 4
     x = inputs(seq_len, heads=(heads, 2), dims=(128, 128))
-    saved: list[Tensor] = []
-
-    def keep(y: Tensor) -> Tensor:
-        saved.append(y)
-        return y
-
-    with saved_tensors_hooks(keep, lambda y: y):
-        u = deltaformer_write(**x, impl="triton")
-    known = {y.untyped_storage().data_ptr() for y in (u, *x.values())}
-    others = {y.untyped_storage().data_ptr(): y.untyped_storage().nbytes() for y in saved}
-    assert u.untyped_storage().data_ptr() in others
-    kept = sum(size for place, size in others.items() if place not in known)
+    kept = bytes_kept(lambda: deltaformer_write(**x, impl="triton"), x.values())
     assert kept == (4 + 2 * 64 + 2 * 128) * 2 * seq_len * heads
 
 

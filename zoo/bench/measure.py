@@ -3,10 +3,8 @@
 Shapes: B batch, T sequence length, H query heads, G key/value heads, D head dim, R = H / G query heads of a group.
 """
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import groupby
 from math import inf
@@ -16,17 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from zoo import machine
 from zoo.bench.plan import FORCED, Cell, Plan, visible_pairs
 from zoo.bench.ranking import rank
 from zoo.kernels.attention import attention
-from zoo.memory import peak_bytes
+from zoo.memory import give_back, peak_bytes
+from zoo.results import Results, Row, collect
 from zoo.timing import milliseconds, rounded
 
 __all__ = ["run_plan"]
-
-Results = dict[str, Any]
-Row = dict[str, Any]
 
 _TENSORS = ("o", "dq", "dk", "dv")
 _BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # of the relative errors
@@ -42,9 +37,9 @@ def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[
         keep: given all results so far after each cell, and once more when they are complete.
 
     Returns:
-        {"machine": header, "settings": ..., "complete": ..., "rows": [one mapping per cell], "ranking": of `rank`}. A
-        cell that its backend cannot serve has the reason as "skipped", one that failed has an "error"; they have no
-        figures, and the others go on. See `_measure` for the figures.
+        See `collect`; a "ranking" (see `rank`) is added. A cell that its backend cannot serve has the reason as
+        "skipped", one that failed has an "error"; they have no figures, and the others go on. See `_measure` for the
+        figures.
     """
     settings = {
         "dtype": str(plan.dtype).removeprefix("torch."),
@@ -52,14 +47,10 @@ def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[
         "seed": plan.seed,
         "largest_error": _BOUNDS[plan.dtype],
     }
-    results: Results = {"machine": machine.describe(plan.device), "settings": settings, "complete": False, "rows": []}
     with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
-        for cell, row in _rows(plan, announce):
-            results["rows"].append(asdict(cell) | row)
-            keep(results)
-    results |= {"complete": True, "ranking": rank(results["rows"])}
-    keep(results)
-    return results
+        return collect(
+            plan.device, settings, _rows(plan, announce), keep, conclude=lambda rows: {"ranking": rank(rows)}
+        )
 
 
 def _rows(plan: Plan, announce: Callable[[int, Cell], None]) -> Iterator[tuple[Cell, Row]]:
@@ -77,9 +68,7 @@ def _rows(plan: Plan, announce: Callable[[int, Cell], None]) -> Iterator[tuple[C
                 unfit = isinstance(error, ValueError) and reason.startswith("impl:")
                 row = {"skipped": reason} if unfit else {"error": f"{type(error).__name__}: {reason}"}
             torch.compiler.reset()  # each cell has graphs of its own, as many as there are cells
-            gc.collect()
-            if plan.device.type == "cuda":
-                torch.cuda.empty_cache()
+            give_back(plan.device)
             yield cell, row
 
 
