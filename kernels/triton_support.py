@@ -41,7 +41,8 @@ def missing_for_heads(device: torch.device, dtype: torch.dtype, **sizes: int) ->
     if missing is not None:
         return missing
     if max(sizes.values()) > MAX_HEAD_DIM:
-        return f"{' and '.join(sizes)} of at most {MAX_HEAD_DIM}, got {' and '.join(map(str, sizes.values()))}"
+        got = " and ".join([f"{size}" for size in sizes.values()])  # in a graph str() takes no symbols
+        return f"{' and '.join(sizes)} of at most {MAX_HEAD_DIM}, got {got}"
     available = shared_memory(device)
     if available < _MIN_SHARED_MEMORY:
         return f"a GPU with {_MIN_SHARED_MEMORY} bytes of shared memory for a program, got one with {available}"

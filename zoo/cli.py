@@ -198,7 +198,9 @@ def attention(
     ] = None,
     out: Annotated[
         Path,
-        typer.Option(help="Folder for attention_DEVICE_DTYPE.json, .md and .png; DEVICE is cpu, h200 or the like."),
+        typer.Option(
+            help="Folder for attention_DEVICE_DTYPE_HEADS.json, .md and .png, say attention_h200_bfloat16_d64.json."
+        ),
     ] = Path("results/bench"),
     seed: Annotated[int, typer.Option(help="Of the tensors' values.")] = 0,
     device: Device = None,
@@ -231,7 +233,8 @@ def attention(
         device=device,
         dtype=_dtype(dtype),
     )
-    name = f"attention_{slug(plan.device)}_{str(plan.dtype).removeprefix('torch.')}"
+    sizes = "-".join(map(str, plan.head_dims))
+    name = f"attention_{slug(plan.device)}_{str(plan.dtype).removeprefix('torch.')}_d{sizes}"
     files = (out / f"{name}.json", out / f"{name}.md", out / f"{name}.png")
     results = _run(plan, run_plan, report, report.outcome, files)
     if any("error" in row or row.get("correct") is False for row in results["rows"]):

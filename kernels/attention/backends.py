@@ -1,9 +1,10 @@
-"""What computes attention, and what each needs of a call."""
+"""What computes attention, what each needs of a call, and which one "auto" is."""
 
 from typing import Literal, NamedTuple
 
 import torch
 
+from zoo.kernels.attention.fastest import fastest_first
 from zoo.kernels.attention.xformers_ops import missing_xformers
 from zoo.kernels.triton_support import missing_for_heads
 
@@ -61,7 +62,7 @@ def mask_kind(impl: str, call: Call) -> MaskKind | None:
 
 
 def choose(impl: str, call: Call) -> str:
-    """The backend of a call, or "reference".
+    """The backend of a call, or "reference"; for "auto" the fastest that can serve it, as far as was measured.
 
     Args:
         impl: one of `IMPLS`.
@@ -79,9 +80,12 @@ def choose(impl: str, call: Call) -> str:
 
 
 def _fastest(call: Call) -> str:
-    """So far SDPA, for every call: nothing has been measured on which to choose another."""
-    del call
-    return "sdpa"
+    """On CUDA the first of those measured that can serve the call, elsewhere "sdpa"."""
+    if call.device.type != "cuda":
+        return "sdpa"
+    head_dim = max(call.key_dim, call.value_dim)
+    names = fastest_first(call.dtype, head_dim, windowed=call.windowed, packed=call.packed)
+    return next(name for name in names if _missing(name, call) is None)
 
 
 def _missing(backend: str, call: Call) -> str | None:

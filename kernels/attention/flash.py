@@ -6,9 +6,9 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, D head dim, N docum
 import torch
 from torch import Tensor
 
-__all__ = ["aligned", "flash_attention", "whole_heads"]
+from zoo.kernels.attention.layout import aligned, with_contiguous_gradient
 
-_ALIGNED = 8  # numbers of 16 bits, which FlashAttention loads at a time
+__all__ = ["flash_attention"]
 
 
 def flash_attention(
@@ -37,30 +37,4 @@ def flash_attention(
     before = -1 if window is None else window - 1  # beside the token itself
     q, k, v = (aligned(x).flatten(0, 1) for x in (q, k, v))
     o: Tensor = varlen_attn(q, k, v, ends, ends, seq_len, seq_len, scale=scale, window_size=(before, 0))  # pyright: ignore[reportAssignmentType]
-    return o.unflatten(0, (batch, seq_len))
-
-
-def whole_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With a key/value head for each query head.
-
-    Args:
-        q: [B, T, H, D].
-        k: [B, T, G, D].
-        v: [B, T, G, D_v].
-    """
-    if q.shape[2] != k.shape[2]:
-        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    return q, k, v
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x [B, T, H, D], D a multiple of 8, in rows that FlashAttention 2 can load: a copy where it does not lie so.
-
-    In a graph, which cannot know where it lies, a copy unless it is contiguous.
-    """
-    if torch.compiler.is_compiling():
-        return x.contiguous()
-    places = x.storage_offset(), *x.stride()[:-1]
-    if x.stride(-1) == 1 and all(place % _ALIGNED == 0 for place in places):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return with_contiguous_gradient(o.unflatten(0, (batch, seq_len)))

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, D and D_v their siz
 
 from collections.abc import Callable
 from functools import cache
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -71,7 +72,8 @@ def find_blocks(seq_len: int, window: int | None, cu_seqlens: Tensor | None, dev
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """How many are chosen in each row, and which, as a table of `Blocks`."""
     order = chosen.int().sort(dim=-1, descending=True, stable=True).indices
-    return chosen.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+    which = order.to(torch.int32, memory_format=torch.contiguous_format)  # the kernels take no other strides
+    return chosen.sum(-1, dtype=torch.int32)[None, None], which[None, None]
 
 
 def flexible_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, scale: float) -> Tensor:
@@ -103,7 +105,8 @@ def _compiled() -> Callable[..., Tensor]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, scale: float) -> Tensor:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention  # loads half of the compiler
 
-    documents, window = blocks.documents, blocks.window
+    documents = blocks.documents
+    window = None if blocks.window is None else index(blocks.window)  # a constant: the lowering takes no symbols
 
     def sees(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         visible = key <= row

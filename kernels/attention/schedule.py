@@ -1,13 +1,21 @@
-"""How attention's Triton kernels are laid out: rules of head sizes and dtype, never tuned, free of T and the window."""
+"""How attention's Triton kernels are laid out: rules of head sizes and dtype, never tuned, free of T and the window.
+
+Shapes: B batch, T tokens, H query heads, G key/value heads, D and D_v their sizes, N documents.
+"""
 
 from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from zoo.kernels.tiling import Tiles, block_size
+from zoo.kernels.packing import num_blocks
+from zoo.kernels.tiling import block_size
 
-__all__ = ["Configuration", "configuration"]
+__all__ = ["Configuration", "configuration", "num_places"]
+
+
+_WIDE = 128  # numbers of a head
 
 
 class Configuration(NamedTuple):
@@ -16,28 +24,39 @@ class Configuration(NamedTuple):
     Attributes:
         block_k: D rounded up to a power of two.
         block_v: D_v rounded up to a power of two.
-        forward: the outputs.
-        rows: the gradients of q.
-        keys: the gradients of k and v.
+        tile: rows of a block, and keys of one.
+        warps: of a program.
+        stages: of its software pipeline.
     """
 
     block_k: int
     block_v: int
-    forward: Tiles
-    rows: Tiles
-    keys: Tiles
+    tile: int
+    warps: int
+    stages: int
 
 
 @cache
 def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
     """The configuration for head sizes D, D_v and the dtype of v."""
-    block_k, block_v = block_size(key_dim), block_size(value_dim)
-    widest = max(block_k, block_v)
-    if dtype == torch.float32:  # tf32x3 products hold each operand in two parts, in registers
-        tiles = Tiles(32, 32, 4, 1) if widest <= 128 else Tiles(16, 16, 8, 1)
-        return Configuration(block_k, block_v, tiles, tiles, tiles)
-    if widest > 128:
-        tiles = Tiles(64, 64, 8, 1)
-        return Configuration(block_k, block_v, tiles, tiles, tiles)
-    deep, flat = Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)
-    return Configuration(block_k, block_v, *((flat, deep) if widest <= 64 else (deep, flat)), flat)
+    tile, wide = _tile(key_dim, value_dim, dtype), max(key_dim, value_dim) > _WIDE
+    shallow = wide or dtype == torch.float32
+    return Configuration(block_size(key_dim), block_size(value_dim), tile, 8 if wide else 4, 1 if shallow else 2)
+
+
+def num_places(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Places for the numbers of a head's rows, such as their log-sum-exp: as many for each block as a whole one needs.
+
+    Args:
+        q: [B, T, H, D], of any of these sizes a symbol, too.
+        v: [B, T, G, D_v].
+        cu_seqlens: [N + 1], or None.
+    """
+    tile = _tile(q.shape[3], v.shape[3], v.dtype)
+    return num_blocks(q.shape[1], cu_seqlens, tile) * tile
+
+
+def _tile(key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+    if dtype != torch.float32:
+        return 64
+    return 16 if max(key_dim, value_dim) > _WIDE else 32  # tf32x3 products hold each operand in two parts, in registers

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.attention.autograd import register_gradients
+from zoo.kernels.attention.schedule import num_places
 
 __all__ = ["attention", "attention_backward"]
 
@@ -18,7 +19,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None, scale: float, save: bool
 ) -> tuple[Tensor, Tensor]:
     """`attention_forward` as an op. Inputs are checked and of one dtype already: the public function does that."""
-    from zoo.kernels.attention.triton.launch import attention_forward
+    from zoo.kernels.attention.launch import attention_forward
 
     with torch.cuda.device_of(q):
         return attention_forward(q, k, v, cu_seqlens, window, scale, save=save)
@@ -29,7 +30,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None, scale: float, save: bool
 ) -> tuple[Tensor, Tensor]:
     batch, seq_len, heads, _ = q.shape
-    lse = v.new_empty((batch, heads, seq_len) if save else (0,), dtype=torch.float32)
+    lse = v.new_empty((batch, heads, num_places(q, v, cu_seqlens)) if save else (0,), dtype=torch.float32)
     return v.new_empty(batch, seq_len, heads, v.shape[3]), lse
 
 
@@ -46,7 +47,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attention_backward` as an op."""
-    from zoo.kernels.attention.triton.launch import attention_backward as launch
+    from zoo.kernels.attention.launch import attention_backward as launch
 
     assert lse.ndim == 3, "the forward was told that no backward follows"
     with torch.cuda.device_of(q):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.attention.autograd import register_gradients
-from zoo.kernels.attention.flash import aligned
+from zoo.kernels.attention.layout import aligned
 
 __all__ = ["attention", "attention_backward", "missing_xformers"]
 

@@ -18,6 +18,7 @@ LEAVES: tuple[str, ...] = ("q", "k", "v")
 PIECES = (1, 63, 64, 65, 1000)
 EXACT = 1e-6  # how far off results may be that rounding leaves as they are
 IN_PYTORCH = 1.2
+IN_FLEX_ATTENTION = 2.0  # whose gradients where two tokens cancel each other are 1.7 times as far off as SDPA's
 
 
 def inputs(
@@ -74,13 +75,13 @@ def check(x: dict[str, Any], **options: Any) -> None:
     assert_rounded(with_gradients(x, **options), exact(x, **options), x["v"].dtype, least=EXACT)
 
 
-def check_hard(x: dict[str, Any], **options: Any) -> None:
-    """o and every gradient, which may also be about as far off as PyTorch's own attention."""
+def check_hard(x: dict[str, Any], *, factor: float = IN_PYTORCH, **options: Any) -> None:
+    """o and every gradient, which may also be `factor` times as far off as PyTorch's own attention."""
     dtype, expected = x["v"].dtype, exact(x, **options)
     others: dict[str, Any] = options | {"impl": "sdpa"}
     in_pytorch = with_gradients(x, **others)
     alternatives = {
-        name: IN_PYTORCH * float((y.double() - expected[name]).norm())
+        name: factor * float((y.double() - expected[name]).norm())
         for name, y in in_pytorch.items()
         if dtype != FP32 and name != "o"
     }

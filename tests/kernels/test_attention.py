@@ -152,7 +152,7 @@ def test_shapes_of_triton_without_values(dtype: torch.dtype) -> None:
         given = *x.values(), None, W, 0.3
         assert torch.ops.zoo.attention_triton(*given, False)[1].numel() == 0
         o, lse = torch.ops.zoo.attention_triton(*given, True)
-        assert (lse.shape, lse.dtype) == ((3, 8, 37), torch.float32)
+        assert (lse.shape, lse.dtype) == ((3, 8, 64), torch.float32)  # places for whole blocks
         grads = torch.ops.zoo.attention_triton_backward(o, *x.values(), None, o, lse, W, 0.3)
         assert [(y.shape, y.dtype) for y in grads] == [(y.shape, y.dtype) for y in x.values()]
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from zoo.kernels.attention import BACKENDS, attention, attention_mask, backends, document_ids, visible, xformers_ops
 from zoo.kernels.attention.backends import Call, choose, mask_kind
-from zoo.kernels.attention.flash import aligned, whole_heads
 from zoo.kernels.attention.flex import Blocks, find_blocks, flexible_attention
+from zoo.kernels.attention.layout import aligned, whole_heads, with_contiguous_gradient
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CALL = Call(CUDA, torch.bfloat16, 64, 64, windowed=True, packed=False)
@@ -148,6 +149,7 @@ def test_blocks_of_flex_attention(window: int | None, seq_len: int) -> None:
         assert torch.equal(wholly[:-1, :-1], whole[:-1, :-1])  # of the last ones, which end early, not all are found
         assert torch.equal(listed(blocks.partly_seen), partly.mT)
         assert torch.equal(listed(blocks.wholly_seen), wholly.mT)
+        assert all(x.is_contiguous() for table in blocks[1:5] for x in table)  # FlexAttention asks for no strides
 
 
 def compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -207,6 +209,43 @@ def test_alignment_in_a_graph() -> None:
     for length in (9, 12):
         x = torch.randn(2, length, 3 * 64)
         assert torch.equal(call(x), x.split(64, -1)[1] + 1)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("in_a_graph", [False, True])
+@pytest.mark.parametrize("view", ["transposed", "shifted", "expanded"])
+def test_gradients_become_contiguous(view: str, in_a_graph: bool) -> None:
+    views = VIEWS | {"expanded": lambda y: y[:, :, :1].expand(-1, -1, 4, -1)}
+    seen: list[Tensor] = []
+
+    def see(y: Tensor) -> Tensor:
+        y = y.clone()
+        if not in_a_graph:
+            y.register_hook(seen.append)
+        return with_contiguous_gradient(y)
+
+    call = torch.compile(see, fullgraph=True, backend="aot_eager") if in_a_graph else see
+    grad = views[view](torch.randn(1, 9, 4, 16))
+    x = torch.randn(grad.shape, requires_grad=True)
+    call(x).backward(grad)
+    assert torch.equal(x.grad, grad)  # pyright: ignore[reportArgumentType]
+    assert all((y.is_contiguous(), y.storage_offset()) == (True, 0) for y in seen)
+    assert bool(seen) != in_a_graph
+
+
+def test_symbolic_sizes() -> None:
+    """A graph for any sizes has outputs as large as those of the kernels."""
+    x = {name: y.detach() for name, y in inputs(70, 2).items()}
+    op = torch.ops.zoo.attention_triton
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        return op(q, k, v, cu_seqlens, 8, 0.3, True)
+
+    graph = make_fx(call, tracing_mode="symbolic")(*x.values(), ends((5, 65)))
+    (node,) = (node for node in graph.graph.nodes if node.target is op.default)
+    o, lse = node.meta["val"]
+    assert o.shape == x["q"].shape
+    assert lse.shape == (1, 4, 32 * ((70 + 31 * 2) // 32))
 
 
 @pytest.mark.usefixtures("with_xformers")

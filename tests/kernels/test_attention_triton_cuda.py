@@ -18,7 +18,7 @@ from attention_cases import (
     with_gradients,
 )
 from comparing import LAYOUTS, assert_equal
-from configurations import distinct, with_warps
+from configurations import distinct
 
 from zoo.kernels.attention import attention
 from zoo.kernels.attention.schedule import configuration
@@ -26,6 +26,12 @@ from zoo.kernels.attention.schedule import configuration
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 W = 64
+
+
+@pytest.fixture
+def on_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls go to the kernels that know nothing of a GPU's own instructions."""
+    monkeypatch.setattr("zoo.kernels.attention.launch._on_hopper", lambda _: False)
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 63, 64, 65, 127, 513, 1000, 1537])
@@ -103,11 +109,14 @@ def test_scale(dtype: torch.dtype, scale: float) -> None:
 
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize(("dtype", "dims"), distinct(configuration), ids=str)
+@pytest.mark.usefixtures("on_any_gpu")
 def test_every_configuration(
     dtype: torch.dtype, dims: tuple[int, int], warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configure = with_warps(configuration, warps, "forward", "rows", "keys")
-    monkeypatch.setattr("zoo.kernels.attention.triton.launch.configuration", configure)
+    def configure(*sizes: Any) -> Any:
+        return configuration(*sizes)._replace(warps=warps)
+
+    monkeypatch.setattr("zoo.kernels.attention.launch.configuration", configure)
     for seq_len in (61, 700):
         check(inputs(seq_len, dims=dims, dtype=dtype), window=100)
 
@@ -143,11 +152,16 @@ def test_upstream_gradient_of_a_sum() -> None:
     assert_equal(dict(zip(LEAVES, grads, strict=True)), expected)
 
 
+@pytest.mark.usefixtures("on_any_gpu")
+@pytest.mark.parametrize("pieces", [None, PIECES], ids=["dense", "packed"])
 @pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 48)])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_without_descriptors(dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zoo.kernels.attention.triton.launch._can_be_described", lambda _: False)
-    check(inputs(700, heads=(4, 2), dtype=dtype), window=window)
+def test_kernels_for_any_gpu(
+    dtype: torch.dtype, dims: tuple[int, int], window: int | None, pieces: tuple[int, ...] | None
+) -> None:
+    batch = 2 if pieces is None else 1
+    check(inputs(sum(PIECES), batch=batch, heads=(4, 2), dims=dims, dtype=dtype, pieces=pieces), window=window)
 
 
 def test_mixed_dtypes() -> None:

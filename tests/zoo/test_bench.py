@@ -55,9 +55,9 @@ def test_the_command_shows_a_table_and_ends_in_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     *shown, last = done.stdout.splitlines()
     results = json.loads(last)
-    assert json.loads((tmp_path / "attention_cpu_float32.json").read_text()) == results
+    assert json.loads((tmp_path / "attention_cpu_float32_d8.json").read_text()) == results
     assert {file.name for file in tmp_path.iterdir()} == {
-        f"attention_cpu_float32.{end}" for end in ("json", "md", "png")
+        f"attention_cpu_float32_d8.{end}" for end in ("json", "md", "png")
     }
     assert any("sdpa-flash" in line and "window" in line for line in shown)
     assert results["settings"] == {"dtype": "float32", "tokens": 80, "seed": 0, "largest_error": 1e-4}
@@ -141,14 +141,14 @@ def test_a_wrong_backend_is_noticed(
                "device": "cpu", "out": tmp_path}  # fmt: skip
     done = CliRunner().invoke(cli.app, ["bench", "attention", *(f"--{k}={v}" for k, v in options.items())])
     assert done.exit_code == 1
-    rows = json.loads((tmp_path / "attention_cpu_float32.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "attention_cpu_float32_d8.json").read_text())["rows"]
     assert all(row["correct"] for row in rows if row["backend"] == "sdpa")
     found = {" ".join([f"window {row['window']}"] * bool(row["window"]) + [row["layout"]]): row
              for row in rows if row["backend"] == "auto" and not row["correct"]}  # fmt: skip
     assert found.keys() == where
     for row in found.values():
         assert {name for name, error in row["errors"].items() if error is None or error > 1e-4} == tensors
-    assert (tmp_path / "attention_cpu_float32.md").read_text().count("| wrong |") == len(where)
+    assert (tmp_path / "attention_cpu_float32_d8.md").read_text().count("| wrong |") == len(where)
 
 
 @pytest.mark.usefixtures("quick")

@@ -6,9 +6,9 @@ Blocks of keys that every row of a block sees whole need no mask: those at the d
 import triton
 import triton.language as tl
 
-from zoo.kernels.attention.triton.tiles import blocks_of_keys, load_tile, logit_factor, visible_keys
+from zoo.kernels.attention.triton.tiles import blocks_of_keys, logit_factor, visible_keys
 from zoo.kernels.triton.documents import place_of_block, place_of_head
-from zoo.kernels.triton.tiles import dot, store_rows
+from zoo.kernels.triton.tiles import dot, load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["seq_len", "num_blocks", "window"])
@@ -35,43 +35,35 @@ def attention_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
-    DESCRIBED: tl.constexpr,
 ):
     """One program a block of rows and query head; also the log-sum-exp of each row, to the base 2."""
     O_ROW: tl.constexpr = HEADS * VALUE_DIM
     at_head = tl.program_id(0) // num_blocks
     number = num_blocks - 1 - tl.program_id(0) % num_blocks  # in a dense batch the longest first
-    document, length, row = place_of_block(blocks, number, seq_len, ROWS)
+    document, length, row = place_of_block(blocks, number, seq_len, TILE)
     if row >= length:
         return
-    head, group, zero, head_zero = place_of_head(at_head, document, seq_len, HEADS, REPEAT)
-    batch = (at_head // HEADS).to(tl.int64)
-    rows = row + tl.arange(0, ROWS)
-    column = tl.arange(0, KEYS)
-    query = load_tile(
-        q, batch, seq_len, document + row, document + length, head, q_head, Q_ROW, KEY_DIM, ROWS, BLOCK_K, DESCRIBED
-    )
+    head, group, zero, _ = place_of_head(at_head, document, seq_len, HEADS, REPEAT)
+    rows = row + tl.arange(0, TILE)
+    column = tl.arange(0, TILE)
+    query = load_rows(q + zero * Q_ROW + head * q_head, row, length, Q_ROW, KEY_DIM, TILE, BLOCK_K)
+    k += zero * K_ROW + group * k_head
+    v += zero * V_ROW + group * v_head
     factor = logit_factor(scale)
 
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    read = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    first, whole, whole_end, end = blocks_of_keys(row, length, window, ROWS, KEYS, WINDOWED)
+    largest = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    read = tl.zeros([TILE, BLOCK_V], tl.float32)
+    first, whole, whole_end, end = blocks_of_keys(row, window, TILE, WINDOWED)
     for j in tl.range(first, end, num_stages=STAGES):
-        at = document + j * KEYS
-        key = load_tile(
-            k, batch, seq_len, at, document + length, group, k_head, K_ROW, KEY_DIM, KEYS, BLOCK_K, DESCRIBED
-        )
-        value = load_tile(
-            v, batch, seq_len, at, document + length, group, v_head, V_ROW, VALUE_DIM, KEYS, BLOCK_V, DESCRIBED
-        )
+        key = load_rows(k, j * TILE, length, K_ROW, KEY_DIM, TILE, BLOCK_K)
+        value = load_rows(v, j * TILE, length, V_ROW, VALUE_DIM, TILE, BLOCK_V)
         products = dot(query, tl.trans(key))
         if (j < whole) | (j >= whole_end):
-            visible = visible_keys((j * KEYS + column)[None, :], rows[:, None], window, WINDOWED)
+            visible = visible_keys((j * TILE + column)[None, :], rows[:, None], window, WINDOWED)
             products = tl.where(visible, products, float("-inf"))
         higher = tl.maximum(largest, tl.max(products, 1) * factor)  # which is positive
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing so far
@@ -81,6 +73,7 @@ def attention_kernel(
         read = read * correction[:, None] + dot(weights.to(value.dtype), value)
         largest = higher
 
-    store_rows(o + zero * O_ROW + head * VALUE_DIM, read / total[:, None], row, length, O_ROW, VALUE_DIM, ROWS, BLOCK_V)
+    store_rows(o + zero * O_ROW + head * VALUE_DIM, read / total[:, None], row, length, O_ROW, VALUE_DIM, TILE, BLOCK_V)
     if lse is not None:
-        tl.store(lse + head_zero + rows, largest + tl.log2(total), mask=rows < length)
+        log_sum = tl.where(rows < length, largest + tl.log2(total), float("inf"))
+        tl.store(lse + (at_head.to(tl.int64) * num_blocks + number) * TILE + (rows - row), log_sum)

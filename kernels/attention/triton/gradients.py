@@ -10,7 +10,7 @@ added from two programs at once, and the order of the additions is fixed.
 import triton
 import triton.language as tl
 
-from zoo.kernels.attention.triton.tiles import blocks_of_keys, blocks_of_rows, load_tile, logit_factor, visible_keys
+from zoo.kernels.attention.triton.tiles import blocks_of_keys, blocks_of_rows, logit_factor, visible_keys
 from zoo.kernels.triton.documents import place_of_block, place_of_head
 from zoo.kernels.triton.tiles import dot, load_rows, store_rows
 
@@ -51,51 +51,45 @@ def row_gradients_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
-    DESCRIBED: tl.constexpr,
 ):
     """One program a block of rows and query head: dq, and do . o, which the other kernel needs."""
     O_ROW: tl.constexpr = HEADS * VALUE_DIM
     at_head = tl.program_id(0) // num_blocks
     number = num_blocks - 1 - tl.program_id(0) % num_blocks  # in a dense batch the longest first
-    document, length, row = place_of_block(blocks, number, seq_len, ROWS)
+    document, length, row = place_of_block(blocks, number, seq_len, TILE)
     if row >= length:
         return
-    head, group, zero, head_zero = place_of_head(at_head, document, seq_len, HEADS, REPEAT)
-    batch = (at_head // HEADS).to(tl.int64)
-    rows = row + tl.arange(0, ROWS)
-    column = tl.arange(0, KEYS)
-    query = load_tile(
-        q, batch, seq_len, document + row, document + length, head, q_head, Q_ROW, KEY_DIM, ROWS, BLOCK_K, DESCRIBED
-    )
+    head, group, zero, _ = place_of_head(at_head, document, seq_len, HEADS, REPEAT)
+    index = tl.arange(0, TILE)
+    rows = row + index
+    column = tl.arange(0, TILE)
+    query = load_rows(q + zero * Q_ROW + head * q_head, row, length, Q_ROW, KEY_DIM, TILE, BLOCK_K)
+    k += zero * K_ROW + group * k_head
+    v += zero * V_ROW + group * v_head
     at_values = zero * O_ROW + head * VALUE_DIM
-    grad = load_rows(grad_o + at_values, row, length, O_ROW, VALUE_DIM, ROWS, BLOCK_V)
-    output = load_rows(o + at_values, row, length, O_ROW, VALUE_DIM, ROWS, BLOCK_V)
+    grad = load_rows(grad_o + at_values, row, length, O_ROW, VALUE_DIM, TILE, BLOCK_V)
+    output = load_rows(o + at_values, row, length, O_ROW, VALUE_DIM, TILE, BLOCK_V)
     total = tl.sum(grad.to(tl.float32) * output.to(tl.float32), 1)
-    tl.store(totals + head_zero + rows, total, mask=rows < length)
-    log_sum = tl.load(lse + head_zero + rows, mask=rows < length, other=float("inf"))
+    at_number = (at_head.to(tl.int64) * num_blocks + number) * TILE + index
+    tl.store(totals + at_number, total)
+    log_sum = tl.load(lse + at_number)
     factor = logit_factor(scale)
 
-    grad_query = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    first, whole, whole_end, end = blocks_of_keys(row, length, window, ROWS, KEYS, WINDOWED)
+    grad_query = tl.zeros([TILE, BLOCK_K], tl.float32)
+    first, whole, whole_end, end = blocks_of_keys(row, window, TILE, WINDOWED)
     for j in tl.range(first, end, num_stages=STAGES):
-        at = document + j * KEYS
-        key = load_tile(
-            k, batch, seq_len, at, document + length, group, k_head, K_ROW, KEY_DIM, KEYS, BLOCK_K, DESCRIBED
-        )
-        value = load_tile(
-            v, batch, seq_len, at, document + length, group, v_head, V_ROW, VALUE_DIM, KEYS, BLOCK_V, DESCRIBED
-        )
+        key = load_rows(k, j * TILE, length, K_ROW, KEY_DIM, TILE, BLOCK_K)
+        value = load_rows(v, j * TILE, length, V_ROW, VALUE_DIM, TILE, BLOCK_V)
         masked = (j < whole) | (j >= whole_end)
-        weights = weights_of(query, key, log_sum, factor, rows, j * KEYS + column, window, masked, WINDOWED)
+        weights = weights_of(query, key, log_sum, factor, rows, j * TILE + column, window, masked, WINDOWED)
         grad_logits = weights * (dot(grad, tl.trans(value)) - total[:, None])
         grad_query += dot(grad_logits.to(key.dtype), key)
 
     Q_OUT: tl.constexpr = HEADS * KEY_DIM
-    store_rows(grad_q + zero * Q_OUT + head * KEY_DIM, grad_query * scale, row, length, Q_OUT, KEY_DIM, ROWS, BLOCK_K)
+    store_rows(grad_q + zero * Q_OUT + head * KEY_DIM, grad_query * scale, row, length, Q_OUT, KEY_DIM, TILE, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=["seq_len", "num_blocks", "window"])
@@ -125,82 +119,39 @@ def key_gradients_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
-    DESCRIBED: tl.constexpr,
 ):
     """One program a block of keys and key/value head: dk and dv, from the query heads that read it."""
     GROUPS: tl.constexpr = HEADS // REPEAT
     O_ROW: tl.constexpr = HEADS * VALUE_DIM
     at_group = tl.program_id(0) // num_blocks
     number = tl.program_id(0) % num_blocks  # in a dense batch the longest first
-    document, length, first_key = place_of_block(blocks, number, seq_len, KEYS)
+    document, length, first_key = place_of_block(blocks, number, seq_len, TILE)
     if first_key >= length:
         return
     group, _, zero, _ = place_of_head(at_group, document, seq_len, GROUPS, 1)
-    batch = (at_group // GROUPS).to(tl.int64)
-    index = tl.arange(0, ROWS)
-    keys = first_key + tl.arange(0, KEYS)
-    key = load_tile(
-        k,
-        batch,
-        seq_len,
-        document + first_key,
-        document + length,
-        group,
-        k_head,
-        K_ROW,
-        KEY_DIM,
-        KEYS,
-        BLOCK_K,
-        DESCRIBED,
-    )
-    value = load_tile(
-        v,
-        batch,
-        seq_len,
-        document + first_key,
-        document + length,
-        group,
-        v_head,
-        V_ROW,
-        VALUE_DIM,
-        KEYS,
-        BLOCK_V,
-        DESCRIBED,
-    )
+    index = tl.arange(0, TILE)
+    keys = first_key + tl.arange(0, TILE)
+    key = load_rows(k + zero * K_ROW + group * k_head, first_key, length, K_ROW, KEY_DIM, TILE, BLOCK_K)
+    value = load_rows(v + zero * V_ROW + group * v_head, first_key, length, V_ROW, VALUE_DIM, TILE, BLOCK_V)
     factor = logit_factor(scale)
 
-    grad_key = tl.zeros([KEYS, BLOCK_K], tl.float32)
-    grad_value = tl.zeros([KEYS, BLOCK_V], tl.float32)
-    first, whole, whole_end, end = blocks_of_rows(first_key, length, window, ROWS, KEYS, WINDOWED)
+    grad_key = tl.zeros([TILE, BLOCK_K], tl.float32)
+    grad_value = tl.zeros([TILE, BLOCK_V], tl.float32)
+    first, whole, whole_end, end = blocks_of_rows(first_key, length, window, TILE, WINDOWED)
+    end = tl.minimum(end, first + num_blocks - number)  # ends that nobody has checked lead nowhere else
     for repeat in tl.range(REPEAT):
         head = group * REPEAT + repeat
-        head_zero = (at_group * REPEAT + repeat).to(tl.int64) * seq_len + document
+        at_number = ((at_group * REPEAT + repeat).to(tl.int64) * num_blocks + number) * TILE - first_key + index
+        at_query, at_grad = zero * Q_ROW + head * q_head, zero * O_ROW + head * VALUE_DIM
         for i in tl.range(first, end, num_stages=STAGES):
-            at = document + i * ROWS
-            rows = i * ROWS + index
-            query = load_tile(
-                q, batch, seq_len, at, document + length, head, q_head, Q_ROW, KEY_DIM, ROWS, BLOCK_K, DESCRIBED
-            )
-            grad = load_tile(
-                grad_o,
-                batch,
-                seq_len,
-                at,
-                document + length,
-                head,
-                VALUE_DIM,
-                O_ROW,
-                VALUE_DIM,
-                ROWS,
-                BLOCK_V,
-                DESCRIBED,
-            )
-            log_sum = tl.load(lse + head_zero + rows, mask=rows < length, other=float("inf"))
-            total = tl.load(totals + head_zero + rows, mask=rows < length, other=0.0)
+            rows = i * TILE + index
+            query = load_rows(q + at_query, i * TILE, length, Q_ROW, KEY_DIM, TILE, BLOCK_K)
+            grad = load_rows(grad_o + at_grad, i * TILE, length, O_ROW, VALUE_DIM, TILE, BLOCK_V)
+            log_sum = tl.load(lse + at_number + i * TILE)
+            total = tl.load(totals + at_number + i * TILE)
             masked = (i < whole) | (i >= whole_end)
             weights = weights_of(query, key, log_sum, factor, rows, keys, window, masked, WINDOWED)
             grad_logits = weights * (dot(grad, tl.trans(value)) - total[:, None])
@@ -210,8 +161,8 @@ def key_gradients_kernel(
     K_OUT: tl.constexpr = GROUPS * KEY_DIM
     V_OUT: tl.constexpr = GROUPS * VALUE_DIM
     store_rows(
-        grad_k + zero * K_OUT + group * KEY_DIM, grad_key * scale, first_key, length, K_OUT, KEY_DIM, KEYS, BLOCK_K
+        grad_k + zero * K_OUT + group * KEY_DIM, grad_key * scale, first_key, length, K_OUT, KEY_DIM, TILE, BLOCK_K
     )
     store_rows(
-        grad_v + zero * V_OUT + group * VALUE_DIM, grad_value, first_key, length, V_OUT, VALUE_DIM, KEYS, BLOCK_V
+        grad_v + zero * V_OUT + group * VALUE_DIM, grad_value, first_key, length, V_OUT, VALUE_DIM, TILE, BLOCK_V
     )

@@ -1,0 +1,201 @@
+"""Attention's kernels for Hopper without a GPU: which calls they get, and that they compile for one.
+
+What they compute is compared on a device. Shapes: B batch, T tokens, H query heads, G key/value heads, D and D_v their
+sizes.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparing import LAYOUTS
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Gluon has no interpreter", allow_module_level=True)
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from zoo.kernels.attention import launch
+from zoo.kernels.attention.hopper import launch as hopper
+from zoo.kernels.attention.launch import Batch, attention_backward, attention_forward
+from zoo.kernels.attention.triton import launch as portable
+from zoo.kernels.rows import rows
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHARED_MEMORY = 228 * 1024  # of a multiprocessor of Hopper
+REGISTERS = 1 << 16  # of the same
+RESERVED = 1024  # bytes of shared memory beside those of a program
+PROGRAMS = {"attention_kernel": 3, "row_gradients_kernel": 2, "key_gradients_kernel": 2}  # at once on a multiprocessor
+
+
+class CompilerDriver:
+    """What Triton asks of a device when it only compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return -1  # which no device is: what was compiled for one stays its own
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def inputs(
+    dtype: torch.dtype = BF16,
+    dims: tuple[int, int] = (64, 64),
+    *,
+    shape: tuple[int, int] = (2, 70),
+    heads: tuple[int, int] = (2, 2),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v."""
+    (num_heads, groups), (key_dim, value_dim) = heads, dims
+    sizes = (num_heads, key_dim), (groups, key_dim), (groups, value_dim)
+    q, k, v = (torch.zeros(*shape, *size, dtype=dtype) for size in sizes)
+    return q, k, v
+
+
+def batch_of(q: Tensor, k: Tensor, v: Tensor) -> Batch:
+    return Batch(q, k, v, None, None, 0.3)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the CPU are said to be on such a GPU."""
+    monkeypatch.setattr(launch, "_on_hopper", lambda _: True)
+
+
+@pytest.fixture
+def compiled(on_hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Kernels by name: for Hopper, where launching one is no more than compiling it."""
+    found: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        found[self.fn.__name__] = kernel
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", CompilerDriver())  # without a GPU there is no other to go back to
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return found
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 80), (16, 128), (128, 16), (8, 8)])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_kernels_for_hopper_in_half_precision(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    assert launch._kernels(batch_of(*inputs(dtype, dims))) is hopper
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("dims", [(136, 64), (64, 136), (256, 256), (20, 16), (16, 20), (1, 64)])
+def test_portable_kernels_for_heads_too_wide_or_unaligned(dims: tuple[int, int]) -> None:
+    assert launch._kernels(batch_of(*inputs(BF16, dims))) is portable
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_portable_kernels_in_float32() -> None:
+    assert launch._kernels(batch_of(*inputs(FP32))) is portable
+
+
+def test_portable_kernels_elsewhere() -> None:
+    assert launch._kernels(batch_of(*inputs())) is portable
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("shape", [(1, 0), (0, 5)])
+def test_portable_kernels_for_an_empty_batch(shape: tuple[int, int]) -> None:
+    assert launch._kernels(batch_of(*inputs(shape=shape))) is portable
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 70), (2, 70)])
+@pytest.mark.parametrize("changed", [0, 1, 2], ids=["q", "k", "v"])
+@pytest.mark.parametrize("layout", ["transposed", "strided"])
+def test_kernels_for_hopper_read_aligned_rows(layout: str, changed: int, shape: tuple[int, int]) -> None:
+    x = list(inputs(shape=shape))
+    x[changed] = LAYOUTS[layout](x[changed])
+    assert launch._kernels(batch_of(*x)) is hopper
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("changed", [0, 1, 2], ids=["q", "k", "v"])
+@pytest.mark.parametrize("layout", ["expanded", "sliced", "misaligned"])
+def test_kernels_for_hopper_read_no_others(layout: str, changed: int) -> None:
+    x = list(inputs())
+    x[changed] = LAYOUTS[layout](x[changed])
+    assert launch._kernels(batch_of(*x)) is portable
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_upstream_gradients_are_to_be_aligned() -> None:
+    batch, grad_o = batch_of(*inputs()), torch.zeros(2, 70, 2, 64, dtype=BF16)
+    assert launch._kernels(batch, rows(grad_o)) is hopper
+    assert launch._kernels(batch, rows(LAYOUTS["misaligned"](grad_o))) is portable
+
+
+def check_resources(kernels: dict[str, Any], folder: Path) -> None:
+    """The products are Hopper's, no register is spilled, and as many programs fit a multiprocessor as should."""
+    for name, kernel in kernels.items():
+        programs, cubin = PROGRAMS[name], folder / name
+        assert "warp_group_dot" in kernel.asm["ttgir"], name
+        assert kernel.metadata.shared + RESERVED <= SHARED_MEMORY // programs, name
+        cubin.write_bytes(kernel.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        used = {what: int(re.search(rf" {what}:(\d+)", usage)[1]) for what in ("REG", "STACK", "LOCAL")}  # pyright: ignore[reportOptionalSubscript]
+        assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills: {used}"
+        assert -(-used["REG"] // 8) * 8 * 32 * kernel.metadata.num_warps <= REGISTERS // programs, f"{name}: {used}"
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_the_forward_compiles_with_and_without_saving(save: bool, compiled: dict[str, Any], tmp_path: Path) -> None:
+    attention_forward(*inputs(), None, None, 0.3, save=save)
+    assert compiled.keys() == {"attention_kernel"}
+    check_resources(compiled, tmp_path)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("dtype", "dims", "repeat", "window"),
+    [
+        (BF16, (64, 64), 1, None),
+        (BF16, (64, 64), 2, 40),
+        (BF16, (80, 80), 2, 40),
+        (BF16, (128, 128), 1, None),
+        (BF16, (128, 128), 2, 40),
+        (BF16, (16, 128), 1, 40),
+        (FP16, (128, 128), 2, None),
+    ],
+    ids=str,
+)
+def test_all_kernels_compile(
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    repeat: int,
+    window: int | None,
+    packed: bool,
+    compiled: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    x = inputs(dtype, dims, shape=(1, 150), heads=(2, 2 // repeat))
+    cu_seqlens = torch.tensor([0, 70, 150]) if packed else None
+    o, lse = attention_forward(*x, cu_seqlens, window, 0.3, save=True)
+    attention_backward(torch.zeros_like(o), *x, cu_seqlens, o, lse, window, 0.3)
+    assert (compiled.pop("cut_kernel", None) is not None) == packed
+    assert compiled.keys() == PROGRAMS.keys()
+    check_resources(compiled, tmp_path)
