@@ -193,7 +193,7 @@ def attention(
         int | None,
         typer.Option(
             help="Tokens of a call, rounded down to whole sequences but at least one. "
-            "Default: 512 on a CPU, 32768 on CUDA."
+            "Default: 512 on a CPU, 16384 on CUDA."
         ),
     ] = None,
     out: Annotated[

@@ -26,7 +26,7 @@ def milliseconds(call: Callable[[], Any], device: torch.device) -> dict[str, flo
     Raises:
         RuntimeError: on CUDA, it cannot be captured.
     """
-    return spread(_graph_ms(call) if device.type == "cuda" else _cpu_ms(call))
+    return spread(_graph_ms(call, rep=20) if device.type == "cuda" else _cpu_ms(call))
 
 
 def _cpu_ms(call: Callable[[], Any]) -> list[float]:
@@ -63,10 +63,11 @@ def graph_ms(call: Callable[[], Any]) -> list[float] | None:
         return None
 
 
-def _graph_ms(call: Callable[[], Any]) -> list[float]:
+def _graph_ms(call: Callable[[], Any], rep: int = 50) -> list[float]:
+    """Ten times as many milliseconds of replays."""
     from triton.testing import do_bench_cudagraph
 
-    marks: Any = do_bench_cudagraph(call, rep=50, quantiles=QUANTILES)
+    marks: Any = do_bench_cudagraph(call, rep=rep, quantiles=QUANTILES)
     return marks
 
 

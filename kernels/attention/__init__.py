@@ -16,6 +16,7 @@ from zoo.kernels.attention.flex import Blocks, find_blocks, flexible_attention
 from zoo.kernels.attention.layout import aligned, whole_heads, with_contiguous_gradient
 from zoo.kernels.attention.mask import document_ids, visible
 from zoo.kernels.attention.reference import attention_reference
+from zoo.kernels.attention.schedule import WIDEST
 from zoo.kernels.checks import check_mask, check_tensors
 from zoo.kernels.packing import check_cu_seqlens
 
@@ -31,8 +32,6 @@ __all__ = [
     "mask_kind",
     "visible",
 ]
-
-_WIDEST = 1 << 30  # window: all there is, and int32 holds it with a position added
 
 Mask = Tensor | Blocks
 
@@ -69,7 +68,7 @@ def attention(
             - "sdpa": torch's scaled_dot_product_attention, on any device. With a window or packed documents it holds a
               mask of every pair of tokens.
             - "flash": FlashAttention 2 as torch brings it (CUDA; bf16 or fp16; D = D_v, a multiple of 8 up to 256).
-            - "flex": FlexAttention, compiled (CUDA; bf16, fp16 or fp32; D and D_v from 16).
+            - "flex": FlexAttention, compiled (CUDA; bf16, fp16 or fp32; D and D_v from 16 to 256).
             - "xformers": the package of that name, like "flash".
             - "triton": this library's kernels (CUDA; bf16, fp16 or fp32; D and D_v up to 256; 227 KiB of shared memory,
               as Hopper has).
@@ -86,7 +85,7 @@ def attention(
     _check_visible(q.shape[1], window, cu_seqlens, batch_size=q.shape[0], device=q.device)
     if mask is not None and (window is not None or cu_seqlens is not None):
         raise ValueError("mask: it already says what is visible; give neither window nor cu_seqlens with it")
-    window = None if window is None else min(window, _WIDEST)
+    window = None if window is None else min(window, WIDEST)
     q, k = q.to(v.dtype), k.to(v.dtype)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     call = _call((q.shape[-1], v.shape[-1]), v.device, v.dtype, window, cu_seqlens)
@@ -132,7 +131,8 @@ def attention_mask(
         impl: the backend; whether it can serve such calls is for them to find out.
 
     Returns:
-        Something for the argument ``mask``, or None where the backend needs nothing.
+        Something for the argument ``mask``, or None where the backend needs nothing: then ``window`` and ``cu_seqlens``
+        say all.
 
     Raises:
         ValueError: an argument is not as above.

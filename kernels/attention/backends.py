@@ -15,7 +15,8 @@ IMPLS = ("auto", *BACKENDS, "reference")
 MaskKind = Literal["pairs", "blocks"]
 
 _HALVES = (torch.bfloat16, torch.float16)
-_FLASH_MULTIPLE, _FLASH_MAX_HEAD_DIM, _FLEX_MIN_HEAD_DIM = 8, 256, 16
+_FLASH_MULTIPLE, _FLASH_MAX_HEAD_DIM = 8, 256
+_FLEX_HEAD_DIMS = 16, 256  # above, its kernels need more shared memory than there is
 
 
 class Call(NamedTuple):
@@ -103,8 +104,9 @@ def _missing(backend: str, call: Call) -> str | None:
 def _missing_for_flex(call: Call) -> str | None:
     if call.dtype not in (*_HALVES, torch.float32):
         return f"v in bfloat16, float16 or float32, got {call.dtype}"
-    if min(call.key_dim, call.value_dim) < _FLEX_MIN_HEAD_DIM:
-        return f"D and D_v of at least {_FLEX_MIN_HEAD_DIM}, got {call.key_dim} and {call.value_dim}"
+    least, most = _FLEX_HEAD_DIMS
+    if not least <= min(call.key_dim, call.value_dim) <= max(call.key_dim, call.value_dim) <= most:
+        return f"D and D_v from {least} to {most}, got {call.key_dim} and {call.value_dim}"
     return None
 
 

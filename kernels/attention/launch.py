@@ -10,13 +10,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from zoo.kernels.attention.schedule import configuration
+from zoo.kernels.attention.schedule import WIDEST, configuration
 from zoo.kernels.rows import rows
 from zoo.kernels.triton.documents import cut
 
 __all__ = ["Batch", "attention_backward", "attention_forward"]
 
-_WIDEST = 1 << 30  # window: all there is, and int32 holds it with a position added
 _ALIGNMENT = 16  # bytes, of what a descriptor reads
 _HOPPER = 9  # major compute capability
 
@@ -39,7 +38,7 @@ class Batch:
         self.batch, self.seq_len, self.heads, self.key_dim = q.shape
         self.groups, self.value_dim = v.shape[2:]
         self.q, self.k, self.v = rows(q), rows(k), rows(v)
-        self.window = _WIDEST if window is None else min(window, _WIDEST)
+        self.window = WIDEST if window is None else min(window, WIDEST)
         self.windowed = window is not None
         self.scale = scale
         self.configuration = configuration(self.key_dim, self.value_dim, v.dtype)

@@ -14,10 +14,12 @@ _ALIGNED = 16  # bytes, which fused kernels load at a time
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x [B, T, H, D] in rows that FlashAttention 2 and cuDNN can load: a copy where it does not lie so.
+    """x [B, T, H, D] in rows that FlashAttention 2 and cuDNN can load: a copy where it does not lie so, but could.
 
     In a graph, which cannot know where it lies, a copy unless it is contiguous.
     """
+    if x.shape[-1] * x.element_size() % _ALIGNED:
+        return x
     if torch.compiler.is_compiling():
         return x.contiguous()
     places = x.storage_offset(), *x.stride()[:-1]
@@ -36,10 +38,15 @@ def with_contiguous_gradient(o: Tensor) -> Tensor:
 
 
 class _ContiguousGradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, o: Tensor) -> Tensor:
-        del ctx
+    def forward(o: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return o.view_as(o)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """There is nothing to save."""
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -12,9 +12,9 @@ from torch import Tensor
 from zoo.kernels.packing import num_blocks
 from zoo.kernels.tiling import block_size
 
-__all__ = ["Configuration", "configuration", "num_places"]
+__all__ = ["WIDEST", "Configuration", "configuration", "num_places"]
 
-
+WIDEST = 1 << 30  # window: all there is, and int32 holds it with a position added
 _WIDE = 128  # numbers of a head
 
 

@@ -61,7 +61,8 @@ def test_a_window_beyond_all_integers(impl: str, window: int) -> None:
         (("flash", "xformers"), {"value_dim": 32}, "D = D_v, a multiple of 8 up to 256, got 64 and 32"),
         (("flash", "xformers"), {"key_dim": 100, "value_dim": 100}, "D = D_v, .*, got 100 and 100"),
         (("flash", "xformers"), {"key_dim": 264, "value_dim": 264}, "D = D_v, .*, got 264 and 264"),
-        (("flex",), {"value_dim": 8}, "D and D_v of at least 16, got 64 and 8"),
+        (("flex",), {"value_dim": 8}, "D and D_v from 16 to 256, got 64 and 8"),
+        (("flex",), {"key_dim": 264}, "D and D_v from 16 to 256, got 264 and 64"),
         (("triton",), {"key_dim": 264}, "D and D_v of at most 256, got 264 and 64"),
     ],
 )
@@ -196,6 +197,20 @@ def test_what_is_not_aligned_is_copied(view: str) -> None:
     y = aligned(x)
     assert torch.equal(y, x)
     assert (y.is_contiguous(), y.storage_offset()) == (True, 0)
+
+
+def test_what_no_copy_would_align_is_not_copied() -> None:
+    x = torch.randn(2, 9, 4, 17)[..., 1:8]
+    assert aligned(x) is x
+
+
+def test_gradients_by_functional_transforms() -> None:
+    x = torch.randn(3, 1, 9, 4, 16)
+
+    def norm(y: Tensor) -> Tensor:
+        return with_contiguous_gradient(y * y).square().sum()
+
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(norm))(x), 4 * x**3)
 
 
 def test_what_is_aligned_is_not_copied() -> None:

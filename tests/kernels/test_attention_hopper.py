@@ -148,11 +148,20 @@ def test_upstream_gradients_are_to_be_aligned() -> None:
     assert launch._kernels(batch, rows(LAYOUTS["misaligned"](grad_o))) is portable
 
 
+def check_epilogue(name: str, ttgir: str) -> None:
+    """Between its last products and what it puts into shared memory then, a program's warps wait for each other."""
+    *_, after_products = ttgir.split("warp_group_dot_wait")
+    before_store, *stores = after_products.split("tt.store")
+    assert stores, name
+    assert re.search(r"barrier.*convert_layout", before_store, re.DOTALL), name
+
+
 def check_resources(kernels: dict[str, Any], folder: Path) -> None:
     """The products are Hopper's, no register is spilled, and as many programs fit a multiprocessor as should."""
     for name, kernel in kernels.items():
         programs, cubin = PROGRAMS[name], folder / name
         assert "warp_group_dot" in kernel.asm["ttgir"], name
+        check_epilogue(name, kernel.asm["ttgir"])
         assert kernel.metadata.shared + RESERVED <= SHARED_MEMORY // programs, name
         cubin.write_bytes(kernel.asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]

@@ -112,7 +112,7 @@ def make_plan(
         layouts: of `LAYOUTS`.
         num_heads: 4 on a CPU, 2048 channels' on CUDA, if None.
         num_kv_heads: as many as query heads, if None.
-        tokens: 512 on a CPU, 32768 on CUDA, if None.
+        tokens: 512 on a CPU, 16384 on CUDA, if None.
         seed: of the tensors' values.
         device: CUDA when there is one, if None.
         dtype: fp32 on a CPU, bf16 on CUDA, if None.
@@ -138,7 +138,7 @@ def make_plan(
         layouts=layouts,
         num_heads=num_heads if on_cuda else num_heads or 4,
         num_kv_heads=num_kv_heads,
-        tokens=tokens or (32768 if on_cuda else 512),
+        tokens=tokens or (16384 if on_cuda else 512),
         seed=seed,
         device=where,
         dtype=dtype or (torch.bfloat16 if on_cuda else torch.float32),

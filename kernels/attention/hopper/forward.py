@@ -9,12 +9,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from zoo.kernels.attention.hopper.tiles import (
+    ROW_BYTES,
     TILE,
     arrived,
-    fetch,
+    expect,
     make_barriers,
     make_ring,
     product_layout,
+    send,
     start_product,
     store_tile,
     wait_for_all,
@@ -77,11 +79,14 @@ def attention_kernel(
     k_ring, k_barriers = make_ring(k, BLOCK_K, STAGES), make_barriers(STAGES)
     v_ring, v_barriers = make_ring(v, BLOCK_V, V_STAGES), make_barriers(V_STAGES)
     fence_async_shared()
-    fetch(q, q_ring, q_barrier, 0, at_q, batch, document + row, True, BLOCK_K, 1)
-    for n in gl.static_range(STAGES):
-        fetch(k, k_ring, k_barriers, n, at_kv, batch, token + n * TILE, n < count, BLOCK_K, STAGES)
-    for n in gl.static_range(V_STAGES):
-        fetch(v, v_ring, v_barriers, n, at_kv, batch, token + n * TILE, n < count, BLOCK_V, V_STAGES)
+    expect(q_barrier, 0, True, ROW_BYTES * BLOCK_K, 1)
+    send(q, q_ring, q_barrier, 0, at_q, batch, document + row, True, 1)
+    for early in gl.static_range(STAGES):
+        expect(k_barriers, early, early < count, ROW_BYTES * BLOCK_K, STAGES)
+        send(k, k_ring, k_barriers, early, at_kv, batch, token + early * TILE, early < count, STAGES)
+    for early in gl.static_range(V_STAGES):
+        expect(v_barriers, early, early < count, ROW_BYTES * BLOCK_V, V_STAGES)
+        send(v, v_ring, v_barriers, early, at_kv, batch, token + early * TILE, early < count, V_STAGES)
 
     factor = logit_factor(scale)
     rows = row + gl.arange(0, TILE, layout=gl.SliceLayout(1, PRODUCTS))
@@ -92,6 +97,9 @@ def attention_kernel(
     query = arrived(q_ring, q_barrier, 0, BLOCK_K, 1)
     products = start_product(query, arrived(k_ring, k_barriers, 0, BLOCK_K, STAGES))
     products = warpgroup_mma_wait(0, deps=[products])
+    expect(k_barriers, STAGES, count > STAGES, ROW_BYTES * BLOCK_K, STAGES)
+    wait_for_all()
+    send(k, k_ring, k_barriers, STAGES, at_kv, batch, token + STAGES * TILE, count > STAGES, STAGES)
     masked = (first < whole) | (first >= whole_end)
     weights, largest, total, _ = weigh(
         products, largest, total, factor, rows, first * TILE + column, window, masked, WINDOWED
@@ -99,9 +107,6 @@ def attention_kernel(
     weights = gl.convert_layout(weights.to(v.dtype), WEIGHTS)
     for done in range(count - 1):  # of the blocks of keys, those whose weights are known but for the last
         j = first + done + 1
-        wait_for_all()  # every warp has read the keys before
-        after = done + STAGES
-        fetch(k, k_ring, k_barriers, after, at_kv, batch, token + after * TILE, after < count, BLOCK_K, STAGES)
         products = start_product(query, arrived(k_ring, k_barriers, done + 1, BLOCK_K, STAGES))
         value = arrived(v_ring, v_barriers, done, BLOCK_V, V_STAGES)
         read = warpgroup_mma(weights, value, read, is_async=True)
@@ -113,9 +118,12 @@ def attention_kernel(
         read = warpgroup_mma_wait(0, deps=[read])
         read = read * gl.convert_layout(correction, gl.SliceLayout(1, OUTPUT))[:, None]
         weights = gl.convert_layout(next_weights.to(v.dtype), WEIGHTS)
-        wait_for_all()  # every warp has read the values
-        after = done + V_STAGES
-        fetch(v, v_ring, v_barriers, after, at_kv, batch, token + after * TILE, after < count, BLOCK_V, V_STAGES)
+        n, m = done + 1 + STAGES, done + V_STAGES  # the keys and the values that there is room for now
+        expect(k_barriers, n, n < count, ROW_BYTES * BLOCK_K, STAGES)
+        expect(v_barriers, m, m < count, ROW_BYTES * BLOCK_V, V_STAGES)
+        wait_for_all()
+        send(k, k_ring, k_barriers, n, at_kv, batch, token + n * TILE, n < count, STAGES)
+        send(v, v_ring, v_barriers, m, at_kv, batch, token + m * TILE, m < count, V_STAGES)
     value = arrived(v_ring, v_barriers, count - 1, BLOCK_V, V_STAGES)
     read = warpgroup_mma(weights, value, read, is_async=True)
     read = warpgroup_mma_wait(0, deps=[read])

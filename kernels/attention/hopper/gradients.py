@@ -10,21 +10,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from zoo.kernels.attention.hopper.tiles import (
+    NUMBER_BYTES,
+    ROW_BYTES,
     TILE,
-    WARPS,
     arrived,
-    fetch,
+    arrived_numbers,
+    expect,
+    load_tile,
     make_barriers,
+    make_numbers_ring,
     make_ring,
     product_layout,
+    send,
+    send_numbers,
     start_product,
     store_tile,
     wait_for_all,
@@ -40,16 +44,6 @@ def weights_of(products, log_sum, factor, rows, keys, window, masked, WINDOWED: 
     if masked:
         weights = gl.where(visible_keys(keys, rows, window, WINDOWED), weights, 0.0)
     return weights
-
-
-@gluon.jit
-def load_tile(matrix, token, row, end, ROW: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr):
-    """The counterpart of `store_tile`: into registers, 0 where there is nothing."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK, BLOCK // 8], [WARPS, 1], [1, 0])
-    index = gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
-    inside = (row + index < end)[:, None] & (column < DIM)[None, :]
-    return gl.load(matrix + (token + row) * ROW + index[:, None] * ROW + column[None, :], mask=inside, other=0.0)
 
 
 @gluon.jit(do_not_specialize=["seq_len", "num_blocks", "window"])
@@ -74,6 +68,7 @@ def row_gradients_kernel(
     VALUE_DIM: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCK_V: gl.constexpr,
+    K_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
@@ -93,16 +88,19 @@ def row_gradients_kernel(
     count = end - first
     token = document + first * TILE  # of the first block of keys
 
-    q_ring, q_barrier = make_ring(q, BLOCK_K, 1), make_barriers(1)
-    grad_ring, grad_barrier = make_ring(grad, BLOCK_V, 1), make_barriers(1)
-    k_ring, k_barriers = make_ring(k, BLOCK_K, STAGES), make_barriers(STAGES)
+    q_ring, grad_ring, barrier = make_ring(q, BLOCK_K, 1), make_ring(grad, BLOCK_V, 1), make_barriers(1)
+    k_ring, k_barriers = make_ring(k, BLOCK_K, K_STAGES), make_barriers(K_STAGES)
     v_ring, v_barriers = make_ring(v, BLOCK_V, STAGES), make_barriers(STAGES)
     fence_async_shared()
-    fetch(q, q_ring, q_barrier, 0, at_q, batch, document + row, True, BLOCK_K, 1)
-    fetch(grad, grad_ring, grad_barrier, 0, at_q, batch, document + row, True, BLOCK_V, 1)
-    for n in gl.static_range(STAGES):
-        fetch(k, k_ring, k_barriers, n, at_kv, batch, token + n * TILE, n < count, BLOCK_K, STAGES)
-        fetch(v, v_ring, v_barriers, n, at_kv, batch, token + n * TILE, n < count, BLOCK_V, STAGES)
+    expect(barrier, 0, True, ROW_BYTES * (BLOCK_K + BLOCK_V), 1)
+    send(q, q_ring, barrier, 0, at_q, batch, document + row, True, 1)
+    send(grad, grad_ring, barrier, 0, at_q, batch, document + row, True, 1)
+    for early in gl.static_range(K_STAGES):
+        expect(k_barriers, early, early < count, ROW_BYTES * BLOCK_K, K_STAGES)
+        send(k, k_ring, k_barriers, early, at_kv, batch, token + early * TILE, early < count, K_STAGES)
+    for early in gl.static_range(STAGES):
+        expect(v_barriers, early, early < count, ROW_BYTES * BLOCK_V, STAGES)
+        send(v, v_ring, v_barriers, early, at_kv, batch, token + early * TILE, early < count, STAGES)
 
     output = load_tile(o + head * VALUE_DIM, zero, row, length, O_ROW, VALUE_DIM, BLOCK_V).to(gl.float32)
     upstream = load_tile(grad_o + head * VALUE_DIM, zero, row, length, O_ROW, VALUE_DIM, BLOCK_V).to(gl.float32)
@@ -116,39 +114,47 @@ def row_gradients_kernel(
     factor = logit_factor(scale)
 
     grad_query = warpgroup_mma_init(gl.zeros([TILE, BLOCK_K], gl.float32, layout=GRADIENT))
-    query = arrived(q_ring, q_barrier, 0, BLOCK_K, 1)
-    grad_rows = arrived(grad_ring, grad_barrier, 0, BLOCK_V, 1)
+    query = arrived(q_ring, barrier, 0, BLOCK_K, 1)
+    grad_rows = arrived(grad_ring, barrier, 0, BLOCK_V, 1)
     for done in range(count):
         j = first + done
-        key = arrived(k_ring, k_barriers, done, BLOCK_K, STAGES)
+        key = arrived(k_ring, k_barriers, done, BLOCK_K, K_STAGES)
         products = start_product(query, key)
         value = arrived(v_ring, v_barriers, done, BLOCK_V, STAGES)
         grad_weights = start_product(grad_rows, value)
         products, grad_before = warpgroup_mma_wait(1, deps=[products, grad_query])
-        wait_for_all()  # every warp has read the keys before
-        after = done - 1 + STAGES
-        exists = (done > 0) & (after < count)
-        fetch(k, k_ring, k_barriers, after, at_kv, batch, token + after * TILE, exists, BLOCK_K, STAGES)
         masked = (j < whole) | (j >= whole_end)
         keys = j * TILE + column
         weights = weights_of(products, log_sum[:, None], factor, rows[:, None], keys[None, :], window, masked, WINDOWED)
         grad_weights = warpgroup_mma_wait(0, deps=[grad_weights])
+        n, m = done - 1 + K_STAGES, done + STAGES  # the keys and the values that there is room for now
+        more_keys = (done > 0) & (n < count)
+        expect(k_barriers, n, more_keys, ROW_BYTES * BLOCK_K, K_STAGES)
+        expect(v_barriers, m, m < count, ROW_BYTES * BLOCK_V, STAGES)
+        wait_for_all()
+        send(k, k_ring, k_barriers, n, at_kv, batch, token + n * TILE, more_keys, K_STAGES)
+        send(v, v_ring, v_barriers, m, at_kv, batch, token + m * TILE, m < count, STAGES)
         grad_logits = (weights * (grad_weights - total[:, None])).to(k.dtype)
         grad_logits = gl.convert_layout(grad_logits, gl.DotOperandLayout(0, GRADIENT, 2))
         grad_query = warpgroup_mma(grad_logits, key, grad_before, is_async=True)
-        wait_for_all()  # every warp has read the values
-        after = done + STAGES
-        fetch(v, v_ring, v_barriers, after, at_kv, batch, token + after * TILE, after < count, BLOCK_V, STAGES)
     grad_query = warpgroup_mma_wait(0, deps=[grad_query]) * scale
     store_tile(grad_q + head * KEY_DIM, grad_query, zero, row, length, Q_OUT, KEY_DIM, BLOCK_K)
 
 
 @gluon.jit
-def fetch_rows(
-    x,
-    ring,
-    numbers,
-    numbers_ring,
+def expect_rows(barriers, n, exists, BLOCK_K: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr):
+    """What `send_rows` will bring."""
+    q_barriers, grad_barriers, lse_barriers, totals_barriers = barriers
+    expect(q_barriers, n, exists, ROW_BYTES * BLOCK_K, STAGES)
+    expect(grad_barriers, n, exists, ROW_BYTES * BLOCK_V, STAGES)
+    expect(lse_barriers, n, exists, NUMBER_BYTES, STAGES)
+    expect(totals_barriers, n, exists, NUMBER_BYTES, STAGES)
+
+
+@gluon.jit
+def send_rows(
+    sources,
+    rings,
     barriers,
     n,
     exists,
@@ -158,20 +164,21 @@ def fetch_rows(
     place,
     each,
     HEADS: gl.constexpr,
-    BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Send for the n-th block of rows, and for a number for each of them, if it exists.
+    """The n-th block of rows is on its way, if it exists: q, the gradient of o, and two numbers of each row.
 
     There are `each` of every query head, the first at `token`, and its numbers at `place`.
     """
-    head = first_head + n // each
-    row = n % each * TILE
-    barrier = barriers.index(n % STAGES)
-    mbarrier.expect(barrier, TILE * (BLOCK * 2 + 4), pred=exists)
-    tma.async_copy_global_to_shared(x, [head, batch, token + row, 0], barrier, ring.index(n % STAGES), pred=exists)
-    at = [batch * HEADS + head, place + row]
-    tma.async_copy_global_to_shared(numbers, at, barrier, numbers_ring.index(n % STAGES), pred=exists)
+    q, grad, lse, totals = sources
+    q_ring, grad_ring, lse_ring, totals_ring = rings
+    q_barriers, grad_barriers, lse_barriers, totals_barriers = barriers
+    head, row = first_head + n // each, n % each * TILE
+    send(q, q_ring, q_barriers, n, head, batch, token + row, exists, STAGES)
+    send(grad, grad_ring, grad_barriers, n, head, batch, token + row, exists, STAGES)
+    at_head, at = batch * HEADS + head, place + row
+    send_numbers(lse, lse_ring, lse_barriers, n, at_head, at, exists, STAGES)
+    send_numbers(totals, totals_ring, totals_barriers, n, at_head, at, exists, STAGES)
 
 
 @gluon.jit(do_not_specialize=["seq_len", "num_blocks", "window"])
@@ -219,51 +226,48 @@ def key_gradients_kernel(
     each = end - first
     count = each * REPEAT
     token = document + first * TILE  # of the first block of rows
-    place = (number - first_key // TILE + first) * TILE  # of its numbers
-    first_head = at_kv * REPEAT
+    place = number * TILE  # of its numbers
 
-    k_ring, k_barrier = make_ring(k, BLOCK_K, 1), make_barriers(1)
-    v_ring, v_barrier = make_ring(v, BLOCK_V, 1), make_barriers(1)
-    q_ring, q_barriers = make_ring(q, BLOCK_K, STAGES), make_barriers(STAGES)
-    grad_ring, grad_barriers = make_ring(grad, BLOCK_V, STAGES), make_barriers(STAGES)
-    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE], lse.layout)
-    totals_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE], totals.layout)
+    k_ring, v_ring, barrier = make_ring(k, BLOCK_K, 1), make_ring(v, BLOCK_V, 1), make_barriers(1)
+    q_ring, grad_ring = make_ring(q, BLOCK_K, STAGES), make_ring(grad, BLOCK_V, STAGES)
+    sources, rings = (q, grad, lse, totals), (q_ring, grad_ring, make_numbers_ring(STAGES), make_numbers_ring(STAGES))
+    barriers = make_barriers(STAGES), make_barriers(STAGES), make_barriers(STAGES), make_barriers(STAGES)
+    turns = at_kv * REPEAT, batch, token, place, each
     fence_async_shared()
-    fetch(k, k_ring, k_barrier, 0, at_kv, batch, document + first_key, True, BLOCK_K, 1)
-    fetch(v, v_ring, v_barrier, 0, at_kv, batch, document + first_key, True, BLOCK_V, 1)
-    for n in gl.static_range(STAGES):
-        turn = first_head, batch, token, place, each
-        fetch_rows(q, q_ring, lse, lse_ring, q_barriers, n, n < count, *turn, HEADS, BLOCK_K, STAGES)
-        fetch_rows(grad, grad_ring, totals, totals_ring, grad_barriers, n, n < count, *turn, HEADS, BLOCK_V, STAGES)
+    expect(barrier, 0, True, ROW_BYTES * (BLOCK_K + BLOCK_V), 1)
+    send(k, k_ring, barrier, 0, at_kv, batch, document + first_key, True, 1)
+    send(v, v_ring, barrier, 0, at_kv, batch, document + first_key, True, 1)
+    for early in gl.static_range(STAGES):
+        expect_rows(barriers, early, early < count, BLOCK_K, BLOCK_V, STAGES)
+        send_rows(sources, rings, barriers, early, early < count, *turns, HEADS, STAGES)
 
     factor = logit_factor(scale)
     keys = first_key + gl.arange(0, TILE, layout=gl.SliceLayout(1, PRODUCTS))
     index = gl.arange(0, TILE, layout=gl.SliceLayout(0, PRODUCTS))
     grad_key = warpgroup_mma_init(gl.zeros([TILE, BLOCK_K], gl.float32, layout=KEY_GRADIENT))
     grad_value = warpgroup_mma_init(gl.zeros([TILE, BLOCK_V], gl.float32, layout=VALUE_GRADIENT))
-    key = arrived(k_ring, k_barrier, 0, BLOCK_K, 1)
-    value = arrived(v_ring, v_barrier, 0, BLOCK_V, 1)
+    key = arrived(k_ring, barrier, 0, BLOCK_K, 1)
+    value = arrived(v_ring, barrier, 0, BLOCK_V, 1)
     for done in range(count):
         i = first + done % each
-        query = arrived(q_ring, q_barriers, done, BLOCK_K, STAGES)
+        query = arrived(q_ring, barriers[0], done, BLOCK_K, STAGES)
         products = start_product(key, query)
-        grad_rows = arrived(grad_ring, grad_barriers, done, BLOCK_V, STAGES)
+        grad_rows = arrived(grad_ring, barriers[1], done, BLOCK_V, STAGES)
         grad_weights = start_product(value, grad_rows)
         products, grad_key_before, grad_value_before = warpgroup_mma_wait(1, deps=[products, grad_key, grad_value])
-        wait_for_all()  # every warp has read the rows before
-        after = done - 1 + STAGES
-        exists = (done > 0) & (after < count)
-        turn = first_head, batch, token, place, each
-        fetch_rows(q, q_ring, lse, lse_ring, q_barriers, after, exists, *turn, HEADS, BLOCK_K, STAGES)
-        fetch_rows(grad, grad_ring, totals, totals_ring, grad_barriers, after, exists, *turn, HEADS, BLOCK_V, STAGES)
-        log_sum = lse_ring.index(done % STAGES).load(PRODUCTS)
+        n = done - 1 + STAGES  # the rows that there is room for now
+        exists = (done > 0) & (n < count)
+        expect_rows(barriers, n, exists, BLOCK_K, BLOCK_V, STAGES)
+        wait_for_all()
+        send_rows(sources, rings, barriers, n, exists, *turns, HEADS, STAGES)
+        log_sum = arrived_numbers(rings[2], barriers[2], done, STAGES)
         masked = (i < whole) | (i >= whole_end)
         rows = i * TILE + index
         weights = weights_of(products, log_sum, factor, rows[None, :], keys[:, None], window, masked, WINDOWED)
         operand = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, VALUE_GRADIENT, 2))
         grad_value = warpgroup_mma(operand, grad_rows, grad_value_before, is_async=True)
         grad_weights = warpgroup_mma_wait(1, deps=[grad_weights])
-        total = totals_ring.index(done % STAGES).load(PRODUCTS)
+        total = arrived_numbers(rings[3], barriers[3], done, STAGES)
         grad_logits = (weights * (grad_weights - total)).to(k.dtype)
         operand = gl.convert_layout(grad_logits, gl.DotOperandLayout(0, KEY_GRADIENT, 2))
         grad_key = warpgroup_mma(operand, query, grad_key_before, is_async=True)

@@ -38,7 +38,18 @@ def row_gradients(x: Batch, o: Tensor, lse: Tensor, grad_o: Tensor, totals: Tens
     """Write the gradient of q [B, T, H, D], and do . o [B, H, P]; grad_o is [B * T, H, D_v]."""
     grad = _describe(x, grad_o, x.configuration.block_v)
     row_gradients_kernel[x.batch * x.heads * x.count,](
-        *_inputs(x), grad, x.blocks, o, grad_o, lse, totals, grad_q, *_numbers(x), **_sizes(x), KEY_DIM=x.key_dim
+        *_inputs(x),
+        grad,
+        x.blocks,
+        o,
+        grad_o,
+        lse,
+        totals,
+        grad_q,
+        *_numbers(x),
+        **_sizes(x),
+        KEY_DIM=x.key_dim,
+        K_STAGES=_STAGES + 1,  # keys are read twice
     )
 
 
@@ -77,6 +88,7 @@ def _numbers(x: Batch) -> tuple[int, int, int, float]:
 
 
 def _sizes(x: Batch) -> dict[str, Any]:
+    assert x.configuration.tile == TILE.value
     return {
         "HEADS": x.heads,
         "REPEAT": x.heads // x.groups,

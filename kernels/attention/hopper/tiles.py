@@ -1,7 +1,9 @@
 """Parts that the kernels share: blocks of 64 rows that arrive in shared memory by themselves, and products of them.
 
 Such a block has a barrier, which is passed when the block is there. Blocks that follow each other go round a ring of
-STAGES places; the n-th lies at place n % STAGES, and its barrier is passed for the (n // STAGES)-th time.
+STAGES places; the n-th lies at place n % STAGES, whose barrier n // STAGES blocks have passed before it. A block may be
+sent once every warp is done with the one that lay there: products are, that a warp has waited for, and then all warps
+for each other.
 """
 
 from triton.experimental import gluon
@@ -13,13 +15,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
+    "NUMBER_BYTES",
+    "ROW_BYTES",
     "TILE",
     "WARPS",
     "arrived",
-    "fetch",
+    "arrived_numbers",
+    "expect",
+    "load_tile",
     "make_barriers",
+    "make_numbers_ring",
     "make_ring",
     "product_layout",
+    "send",
+    "send_numbers",
     "start_product",
     "store_tile",
     "wait_for_all",
@@ -29,7 +38,8 @@ __all__ = [
 wait_for_all = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 TILE = gl.constexpr(64)  # rows, or keys, of a block
 WARPS = gl.constexpr(4)
-_BYTES = gl.constexpr(2)  # of a number
+ROW_BYTES = gl.constexpr(TILE.value * 2)  # of a block, times its columns
+NUMBER_BYTES = gl.constexpr(TILE.value * 4)  # of a float32 for each row
 
 
 @gluon.constexpr_function
@@ -54,10 +64,15 @@ def make_ring(x, BLOCK: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def fetch(x, ring, barriers, n, head, batch, row, exists, BLOCK: gl.constexpr, STAGES: gl.constexpr):
-    """Send for the n-th block, rows from `row` on of a head and a row of the batch, if it exists."""
+def expect(barriers, n, exists, BYTES: gl.constexpr, STAGES: gl.constexpr):
+    """So many bytes will arrive with the n-th block, if it exists; known before all warps wait for each other."""
+    mbarrier.expect(barriers.index(n % STAGES), BYTES, pred=exists)
+
+
+@gluon.jit
+def send(x, ring, barriers, n, head, batch, row, exists, STAGES: gl.constexpr):
+    """The n-th block is on its way, if it exists: rows from `row` on of a head and a row of the batch."""
     barrier = barriers.index(n % STAGES)
-    mbarrier.expect(barrier, TILE * BLOCK * _BYTES, pred=exists)
     tma.async_copy_global_to_shared(x, [head, batch, row, 0], barrier, ring.index(n % STAGES), pred=exists)
 
 
@@ -69,6 +84,27 @@ def arrived(ring, barriers, n, BLOCK: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def make_numbers_ring(STAGES: gl.constexpr):
+    """Places for the numbers of the rows of blocks."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE], layout)
+
+
+@gluon.jit
+def send_numbers(x, ring, barriers, n, at_head, place, exists, STAGES: gl.constexpr):
+    """Numbers of the rows of the n-th block are on their way, if it exists: of a head, counted over the batch."""
+    barrier = barriers.index(n % STAGES)
+    tma.async_copy_global_to_shared(x, [at_head, place], barrier, ring.index(n % STAGES), pred=exists)
+
+
+@gluon.jit
+def arrived_numbers(ring, barriers, n, STAGES: gl.constexpr):
+    """Those of the n-th block [1, 64], once they are there, for the columns of a product."""
+    mbarrier.wait(barriers.index(n % STAGES), (n // STAGES) & 1)
+    return ring.index(n % STAGES).load(product_layout(TILE))
+
+
+@gluon.jit
 def start_product(x, y):
     """x y^T [64, 64] of two blocks, to be waited for."""
     zero = gl.zeros([TILE, TILE], gl.float32, layout=product_layout(TILE))
@@ -76,11 +112,31 @@ def start_product(x, y):
 
 
 @gluon.jit
+def load_tile(matrix, token, row, end, ROW: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr):
+    """Rows from `row` on of a document that begins at row `token` of a matrix; 0 from its end and column DIM on."""
+    place, inside = _places(row, end, ROW, DIM, BLOCK)
+    return gl.load(matrix + (token + row) * ROW + place, mask=inside, other=0.0)
+
+
+@gluon.jit
 def store_tile(matrix, x, token, row, end, ROW: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr):
-    """Rows from `row` on of a document that begins at row `token` of a matrix, up to its end and column DIM."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK, BLOCK // 8], [WARPS, 1], [1, 0])
-    x = gl.convert_layout(x.to(matrix.dtype.element_ty), LAYOUT)
+    """The counterpart of `load_tile`, once every product of the program is done."""
+    wait_for_all()  # what the conversion puts into shared memory may lie where another warp's product still reads
+    x = gl.convert_layout(x.to(matrix.dtype.element_ty), row_layout(BLOCK))
+    place, inside = _places(row, end, ROW, DIM, BLOCK)
+    gl.store(matrix + (token + row) * ROW + place, x, mask=inside)
+
+
+@gluon.constexpr_function
+def row_layout(columns):
+    """Where rows lie in registers that are read or written at once, 16 bytes by each thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [WARPS.value, 1], [1, 0])
+
+
+@gluon.jit
+def _places(row, end, ROW: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr):
+    """Of 64 rows: places of their numbers, and which there are."""
+    LAYOUT: gl.constexpr = row_layout(BLOCK)
     index = gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
-    inside = (row + index < end)[:, None] & (column < DIM)[None, :]
-    gl.store(matrix + (token + row) * ROW + index[:, None] * ROW + column[None, :], x, mask=inside)
+    return index[:, None] * ROW + column[None, :], (row + index < end)[:, None] & (column < DIM)[None, :]
