@@ -164,8 +164,13 @@ def check_resources(kernels: dict[str, Any], folder: Path) -> None:
         check_epilogue(name, kernel.asm["ttgir"])
         assert kernel.metadata.shared + RESERVED <= SHARED_MEMORY // programs, name
         cubin.write_bytes(kernel.asm["cubin"])
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        usage, code = (
+            subprocess.run(
+                [knobs.nvidia.cuobjdump.path, f"--dump-{what}", cubin], check=True, capture_output=True, text=True
+            ).stdout
+            for what in ("resource-usage", "sass")
+        )
+        assert code.count("WARPGROUP.DEPBAR") == kernel.asm["ptx"].count("wgmma.wait_group"), f"{name}: no overlap"
         used = {what: int(re.search(rf" {what}:(\d+)", usage)[1]) for what in ("REG", "STACK", "LOCAL")}  # pyright: ignore[reportOptionalSubscript]
         assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills: {used}"
         assert -(-used["REG"] // 8) * 8 * 32 * kernel.metadata.num_warps <= REGISTERS // programs, f"{name}: {used}"

@@ -20,7 +20,6 @@ from zoo.kernels.attention.hopper.tiles import (
     ROW_BYTES,
     TILE,
     arrived,
-    arrived_numbers,
     expect,
     load_tile,
     make_barriers,
@@ -144,11 +143,9 @@ def row_gradients_kernel(
 @gluon.jit
 def expect_rows(barriers, n, exists, BLOCK_K: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr):
     """What `send_rows` will bring."""
-    q_barriers, grad_barriers, lse_barriers, totals_barriers = barriers
-    expect(q_barriers, n, exists, ROW_BYTES * BLOCK_K, STAGES)
-    expect(grad_barriers, n, exists, ROW_BYTES * BLOCK_V, STAGES)
-    expect(lse_barriers, n, exists, NUMBER_BYTES, STAGES)
-    expect(totals_barriers, n, exists, NUMBER_BYTES, STAGES)
+    q_barriers, grad_barriers = barriers
+    expect(q_barriers, n, exists, ROW_BYTES * BLOCK_K + NUMBER_BYTES, STAGES)
+    expect(grad_barriers, n, exists, ROW_BYTES * BLOCK_V + NUMBER_BYTES, STAGES)
 
 
 @gluon.jit
@@ -166,19 +163,18 @@ def send_rows(
     HEADS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The n-th block of rows is on its way, if it exists: q, the gradient of o, and two numbers of each row.
+    """The n-th block of rows is on its way, if it exists: q with the log-sum-exp, the gradient of o with do . o.
 
     There are `each` of every query head, the first at `token`, and its numbers at `place`.
     """
     q, grad, lse, totals = sources
     q_ring, grad_ring, lse_ring, totals_ring = rings
-    q_barriers, grad_barriers, lse_barriers, totals_barriers = barriers
+    q_barriers, grad_barriers = barriers
     head, row = first_head + n // each, n % each * TILE
     send(q, q_ring, q_barriers, n, head, batch, token + row, exists, STAGES)
     send(grad, grad_ring, grad_barriers, n, head, batch, token + row, exists, STAGES)
-    at_head, at = batch * HEADS + head, place + row
-    send_numbers(lse, lse_ring, lse_barriers, n, at_head, at, exists, STAGES)
-    send_numbers(totals, totals_ring, totals_barriers, n, at_head, at, exists, STAGES)
+    send_numbers(lse, lse_ring, q_barriers, n, batch * HEADS + head, place + row, exists, STAGES)
+    send_numbers(totals, totals_ring, grad_barriers, n, batch * HEADS + head, place + row, exists, STAGES)
 
 
 @gluon.jit(do_not_specialize=["seq_len", "num_blocks", "window"])
@@ -229,9 +225,11 @@ def key_gradients_kernel(
     place = number * TILE  # of its numbers
 
     k_ring, v_ring, barrier = make_ring(k, BLOCK_K, 1), make_ring(v, BLOCK_V, 1), make_barriers(1)
-    q_ring, grad_ring = make_ring(q, BLOCK_K, STAGES), make_ring(grad, BLOCK_V, STAGES)
-    sources, rings = (q, grad, lse, totals), (q_ring, grad_ring, make_numbers_ring(STAGES), make_numbers_ring(STAGES))
-    barriers = make_barriers(STAGES), make_barriers(STAGES), make_barriers(STAGES), make_barriers(STAGES)
+    q_ring, q_barriers = make_ring(q, BLOCK_K, STAGES), make_barriers(STAGES)
+    grad_ring, grad_barriers = make_ring(grad, BLOCK_V, STAGES), make_barriers(STAGES)
+    lse_ring, totals_ring = make_numbers_ring(STAGES), make_numbers_ring(STAGES)
+    sources, rings = (q, grad, lse, totals), (q_ring, grad_ring, lse_ring, totals_ring)
+    barriers = q_barriers, grad_barriers
     turns = at_kv * REPEAT, batch, token, place, each
     fence_async_shared()
     expect(barrier, 0, True, ROW_BYTES * (BLOCK_K + BLOCK_V), 1)
@@ -250,9 +248,9 @@ def key_gradients_kernel(
     value = arrived(v_ring, barrier, 0, BLOCK_V, 1)
     for done in range(count):
         i = first + done % each
-        query = arrived(q_ring, barriers[0], done, BLOCK_K, STAGES)
+        query = arrived(q_ring, q_barriers, done, BLOCK_K, STAGES)
         products = start_product(key, query)
-        grad_rows = arrived(grad_ring, barriers[1], done, BLOCK_V, STAGES)
+        grad_rows = arrived(grad_ring, grad_barriers, done, BLOCK_V, STAGES)
         grad_weights = start_product(value, grad_rows)
         products, grad_key_before, grad_value_before = warpgroup_mma_wait(1, deps=[products, grad_key, grad_value])
         n = done - 1 + STAGES  # the rows that there is room for now
@@ -260,14 +258,14 @@ def key_gradients_kernel(
         expect_rows(barriers, n, exists, BLOCK_K, BLOCK_V, STAGES)
         wait_for_all()
         send_rows(sources, rings, barriers, n, exists, *turns, HEADS, STAGES)
-        log_sum = arrived_numbers(rings[2], barriers[2], done, STAGES)
+        log_sum = lse_ring.index(done % STAGES).load(PRODUCTS)
         masked = (i < whole) | (i >= whole_end)
         rows = i * TILE + index
         weights = weights_of(products, log_sum, factor, rows[None, :], keys[:, None], window, masked, WINDOWED)
         operand = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, VALUE_GRADIENT, 2))
         grad_value = warpgroup_mma(operand, grad_rows, grad_value_before, is_async=True)
         grad_weights = warpgroup_mma_wait(1, deps=[grad_weights])
-        total = arrived_numbers(rings[3], barriers[3], done, STAGES)
+        total = totals_ring.index(done % STAGES).load(PRODUCTS)
         grad_logits = (weights * (grad_weights - total)).to(k.dtype)
         operand = gl.convert_layout(grad_logits, gl.DotOperandLayout(0, KEY_GRADIENT, 2))
         grad_key = warpgroup_mma(operand, query, grad_key_before, is_async=True)

@@ -20,7 +20,6 @@ __all__ = [
     "TILE",
     "WARPS",
     "arrived",
-    "arrived_numbers",
     "expect",
     "load_tile",
     "make_barriers",
@@ -95,13 +94,6 @@ def send_numbers(x, ring, barriers, n, at_head, place, exists, STAGES: gl.conste
     """Numbers of the rows of the n-th block are on their way, if it exists: of a head, counted over the batch."""
     barrier = barriers.index(n % STAGES)
     tma.async_copy_global_to_shared(x, [at_head, place], barrier, ring.index(n % STAGES), pred=exists)
-
-
-@gluon.jit
-def arrived_numbers(ring, barriers, n, STAGES: gl.constexpr):
-    """Those of the n-th block [1, 64], once they are there, for the columns of a product."""
-    mbarrier.wait(barriers.index(n % STAGES), (n // STAGES) & 1)
-    return ring.index(n % STAGES).load(product_layout(TILE))
 
 
 @gluon.jit
