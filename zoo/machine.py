@@ -35,12 +35,13 @@ def find(name: str | None) -> torch.device:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """The header of every result: processor or GPU, versions, commit (in a copy without git, from ZOO_COMMIT).
+    """The header of every result: processor or GPU, versions, commit (git's, or for a copy what ZOO_COMMIT says).
 
     Args:
         device: where the work runs.
     """
-    changes = _git("status", "--porcelain", "--untracked-files=no")
+    told = os.environ.get("ZOO_COMMIT")
+    changes = None if told else _git("status", "--porcelain", "--untracked-files=no")
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
         "cpu": _cpu(),
@@ -52,7 +53,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "triton": _version("triton"),
         "cuda": torch.version.cuda,
         "zoo": _version("mixer-zoo"),
-        "commit": _git("rev-parse", "HEAD") or os.environ.get("ZOO_COMMIT"),
+        "commit": told or _git("rev-parse", "HEAD"),
         "changed_since_commit": None if changes is None else changes != "",
     }
 

@@ -14,18 +14,12 @@ __all__ = ["TABLES", "Table", "fastest_first"]
 Table = dict[tuple[bool, bool], dict[int, tuple[str, ...]]]
 
 _BFLOAT16: Table = {
-    (False, False): {64: ("sdpa",), 128: ("sdpa",)},
-    (False, True): {64: ("triton", "flash", "flex", "sdpa"), 128: ("triton", "flash", "flex", "sdpa")},
-    (True, False): {64: ("triton", "flash", "flex", "sdpa"), 128: ("triton", "flash", "flex", "sdpa")},
-    (True, True): {64: ("triton", "flash", "flex", "sdpa"), 128: ("triton", "flash", "flex", "sdpa")},
+    (False, False): {128: ("sdpa",)},
+    (False, True): {128: ("triton", "flash", "flex", "sdpa")},
+    (True, False): {128: ("triton", "flex", "flash", "sdpa")},
+    (True, True): {128: ("triton", "flash", "flex", "sdpa")},
 }
-_FLOAT32: Table = {
-    (False, False): {64: ("sdpa",), 128: ("sdpa",)},
-    (False, True): {64: ("triton", "flex", "sdpa"), 128: ("triton", "flex", "sdpa")},
-    (True, False): {64: ("triton", "flex", "sdpa"), 128: ("triton", "flex", "sdpa")},
-    (True, True): {64: ("triton", "flex", "sdpa"), 128: ("triton", "flex", "sdpa")},
-}
-TABLES = {torch.bfloat16: _BFLOAT16, torch.float16: _BFLOAT16, torch.float32: _FLOAT32}
+TABLES = {torch.bfloat16: _BFLOAT16, torch.float16: _BFLOAT16}
 
 
 def fastest_first(dtype: torch.dtype, head_dim: int, *, windowed: bool, packed: bool) -> tuple[str, ...]:
