@@ -16,7 +16,7 @@ from torch.nn.attention import sdpa_kernel
 
 from zoo.bench.plan import FORCED, Cell, Plan, visible_pairs
 from zoo.bench.ranking import rank
-from zoo.kernels.attention import attention
+from zoo.kernels.attention import Mask, attention, attention_mask
 from zoo.memory import give_back, peak_bytes
 from zoo.results import Results, Row, collect
 from zoo.timing import milliseconds, rounded
@@ -139,14 +139,17 @@ def _measure(plan: Plan, cell: Cell, inputs: _Inputs) -> Row:
     """The figures of one cell.
 
     Returns:
-        Times in milliseconds, as quantiles; ``peak_bytes`` of tensors that forward and backward make;
-        ``visible_pairs`` of each head; TFLOP/s over these pairs, a forward counting 4 D for each of them and a
-        backward 2.5 times that; ``errors`` relative to the reference in fp32 (fp64 for fp32), and whether they are
-        all small enough for the dtype.
+        Times in milliseconds, as quantiles, with a mask made beforehand where the backend wants one, as layers share
+        it; ``peak_bytes`` of tensors that forward and backward make, with the mask; ``visible_pairs`` of each head;
+        TFLOP/s over these pairs, a forward counting 4 D for each of them and a backward 2.5 times that; ``errors``
+        relative to the reference in fp32 (fp64 for fp32), and whether they are all small enough for the dtype.
     """
     B, H, G = plan.shape(cell)
     leaves, gradient, cu_seqlens = inputs.views(cell)
-    call = partial(_attend, cell, cu_seqlens)
+    alone = partial(_attend, cell, cu_seqlens, None)
+    errors = inputs.errors(_forward_backward(alone, leaves, gradient))
+    peak = peak_bytes(lambda: _forward_backward(alone, leaves, gradient), plan.device)
+    call = partial(_attend, cell, cu_seqlens, _mask(cell, cu_seqlens, leaves[0]))
 
     def forward() -> None:
         with torch.no_grad():
@@ -155,8 +158,6 @@ def _measure(plan: Plan, cell: Cell, inputs: _Inputs) -> Row:
     def forward_backward() -> tuple[Tensor, ...]:
         return _forward_backward(call, leaves, gradient)
 
-    errors = inputs.errors(forward_backward())
-    peak = peak_bytes(forward_backward, plan.device)
     times: dict[str, Any] = {
         "forward": milliseconds(forward, plan.device),
         "forward_backward": milliseconds(forward_backward, plan.device),
@@ -176,13 +177,28 @@ def _measure(plan: Plan, cell: Cell, inputs: _Inputs) -> Row:
     }
 
 
-def _attend(cell: Cell, cu_seqlens: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The output of a backend.
+def _mask(cell: Cell, cu_seqlens: Tensor | None, q: Tensor) -> Mask | None:
+    """What a call of this kind would make to know what is visible."""
+    impl, dims = "sdpa" if cell.backend in FORCED else cell.backend, (cell.head_dim, cell.head_dim)
+    return attention_mask(
+        q.shape[1],
+        window=cell.window,
+        cu_seqlens=cu_seqlens,
+        head_dims=dims,
+        device=q.device,
+        dtype=q.dtype,
+        impl=impl,
+    )
+
+
+def _attend(cell: Cell, cu_seqlens: Tensor | None, mask: Mask | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output of a backend, by a mask if there is one.
 
     Raises:
         ValueError: it cannot serve the call; the message begins with "impl:".
     """
-    call = partial(attention, q, k, v, window=cell.window, cu_seqlens=cu_seqlens)
+    visible = {"window": cell.window, "cu_seqlens": cu_seqlens} if mask is None else {"mask": mask}
+    call = partial(attention, q, k, v, **visible)
     if cell.backend not in FORCED:
         return call(impl=cell.backend)
     if cell.window is not None or cu_seqlens is not None:
