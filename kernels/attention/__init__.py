@@ -64,14 +64,15 @@ def attention(
         scale: factor of the logits, positive; D^-1/2 if None.
         impl: the backend; an explicit choice never falls back.
 
-            - "auto": on CUDA the fastest, as measured on an H200, of those that can serve the call; elsewhere "sdpa".
+            - "auto": in half precision on CUDA the fastest, as measured on an H200, of those that can serve the call;
+              elsewhere "sdpa".
             - "sdpa": torch's scaled_dot_product_attention, on any device. With a window or packed documents it holds a
               mask of every pair of tokens.
             - "flash": FlashAttention 2 as torch brings it (CUDA; bf16 or fp16; D = D_v, a multiple of 8 up to 256).
             - "flex": FlexAttention, compiled (CUDA; bf16, fp16 or fp32; D and D_v from 16 to 256).
             - "xformers": the package of that name, like "flash".
             - "triton": this library's kernels (CUDA; bf16, fp16 or fp32; D and D_v up to 256; 227 KiB of shared memory,
-              as Hopper has).
+              as Hopper has). Its gradients have none themselves, like those of "xformers".
             - "reference": every weight, in float32 or float64.
 
     Returns:
