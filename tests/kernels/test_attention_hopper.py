@@ -193,6 +193,7 @@ def test_the_forward_compiles_with_and_without_saving(save: bool, compiled: dict
         (BF16, (128, 128), 1, None),
         (BF16, (128, 128), 2, 40),
         (BF16, (16, 128), 1, 40),
+        (BF16, (32, 24), 1, None),
         (FP16, (128, 128), 2, None),
     ],
     ids=str,
