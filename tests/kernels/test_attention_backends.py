@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -226,26 +227,34 @@ def test_alignment_in_a_graph() -> None:
         assert torch.equal(call(x), x.split(64, -1)[1] + 1)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("in_a_graph", [False, True])
+UPSTREAM = VIEWS | {"expanded": lambda y: y[:, :, :1].expand(-1, -1, 4, -1)}
+
+
 @pytest.mark.parametrize("view", ["transposed", "shifted", "expanded"])
-def test_gradients_become_contiguous(view: str, in_a_graph: bool) -> None:
-    views = VIEWS | {"expanded": lambda y: y[:, :, :1].expand(-1, -1, 4, -1)}
+def test_gradients_become_contiguous(view: str) -> None:
     seen: list[Tensor] = []
-
-    def see(y: Tensor) -> Tensor:
-        y = y.clone()
-        if not in_a_graph:
-            y.register_hook(seen.append)
-        return with_contiguous_gradient(y)
-
-    call = torch.compile(see, fullgraph=True, backend="aot_eager") if in_a_graph else see
-    grad = views[view](torch.randn(1, 9, 4, 16))
+    grad = UPSTREAM[view](torch.randn(1, 9, 4, 16))
     x = torch.randn(grad.shape, requires_grad=True)
-    call(x).backward(grad)
-    assert torch.equal(x.grad, grad)  # pyright: ignore[reportArgumentType]
-    assert all((y.is_contiguous(), y.storage_offset()) == (True, 0) for y in seen)
-    assert bool(seen) != in_a_graph
+    y = x.clone()
+    y.register_hook(seen.append)
+    with_contiguous_gradient(y).backward(grad)
+    (found,) = seen
+    assert (found.is_contiguous(), found.storage_offset()) == (True, 0)
+    assert torch.equal(found, grad)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_gradients_become_contiguous_in_a_graph() -> None:
+    """Whose backward would otherwise go on with a transposed one."""
+    backend = AotEagerAndRecordGraphs()
+    x, weights = torch.randn(2, 9, 4, 16, requires_grad=True), torch.randn(2, 9, 16, 4)
+    call = torch.compile(lambda x: weights * with_contiguous_gradient(x.exp()).mT, backend=backend)
+    call(x).sum().backward()
+    torch.testing.assert_close(x.grad, weights.mT * x.detach().exp())
+    (graph,) = backend.bw_graphs
+    assert [node.kwargs for node in graph.graph.nodes if node.target is torch.ops.aten.clone.default] == [
+        {"memory_format": torch.contiguous_format}
+    ]
 
 
 def test_symbolic_sizes() -> None:

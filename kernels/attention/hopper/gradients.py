@@ -32,17 +32,8 @@ from zoo.kernels.attention.hopper.tiles import (
     store_tile,
     wait_for_all,
 )
-from zoo.kernels.attention.triton.tiles import blocks_of_keys, blocks_of_rows, logit_factor, visible_keys
+from zoo.kernels.attention.triton.tiles import blocks_of_keys, blocks_of_rows, logit_factor, weights_of
 from zoo.kernels.triton.documents import place_of_block, place_of_head
-
-
-@gluon.jit
-def weights_of(products, log_sum, factor, rows, keys, window, masked, WINDOWED: gl.constexpr):
-    """P; if `masked` 0 where a row does not see a key; 0 in rows whose `log_sum` is infinite."""
-    weights = gl.exp2(products * factor - log_sum)
-    if masked:
-        weights = gl.where(visible_keys(keys, rows, window, WINDOWED), weights, 0.0)
-    return weights
 
 
 @gluon.jit(do_not_specialize=["seq_len", "num_blocks", "window"])

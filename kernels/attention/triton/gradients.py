@@ -10,18 +10,9 @@ added from two programs at once, and the order of the additions is fixed.
 import triton
 import triton.language as tl
 
-from zoo.kernels.attention.triton.tiles import blocks_of_keys, blocks_of_rows, logit_factor, visible_keys
+from zoo.kernels.attention.triton.tiles import blocks_of_keys, blocks_of_rows, logit_factor, weights_of
 from zoo.kernels.triton.documents import place_of_block, place_of_head
 from zoo.kernels.triton.tiles import dot, load_rows, store_rows
-
-
-@triton.jit
-def weights_of(query, key, log_sum, factor, rows, keys, window, masked, WINDOWED: tl.constexpr):
-    """P of rows and keys; if `masked` 0 where a row does not see a key; 0 in rows whose `log_sum` is infinite."""
-    weights = tl.exp2(dot(query, tl.trans(key)) * factor - log_sum[:, None])
-    if masked:
-        weights = tl.where(visible_keys(keys[None, :], rows[:, None], window, WINDOWED), weights, 0.0)
-    return weights
 
 
 @triton.jit(do_not_specialize=["seq_len", "num_blocks", "window"])
@@ -84,7 +75,9 @@ def row_gradients_kernel(
         key = load_rows(k, j * TILE, length, K_ROW, KEY_DIM, TILE, BLOCK_K)
         value = load_rows(v, j * TILE, length, V_ROW, VALUE_DIM, TILE, BLOCK_V)
         masked = (j < whole) | (j >= whole_end)
-        weights = weights_of(query, key, log_sum, factor, rows, j * TILE + column, window, masked, WINDOWED)
+        keys = (j * TILE + column)[None, :]
+        products = dot(query, tl.trans(key))
+        weights = weights_of(products, log_sum[:, None], factor, rows[:, None], keys, window, masked, WINDOWED)
         grad_logits = weights * (dot(grad, tl.trans(value)) - total[:, None])
         grad_query += dot(grad_logits.to(key.dtype), key)
 
@@ -153,7 +146,10 @@ def key_gradients_kernel(
             log_sum = tl.load(lse + at_number + i * TILE)
             total = tl.load(totals + at_number + i * TILE)
             masked = (i < whole) | (i >= whole_end)
-            weights = weights_of(query, key, log_sum, factor, rows, keys, window, masked, WINDOWED)
+            products = dot(query, tl.trans(key))
+            weights = weights_of(
+                products, log_sum[:, None], factor, rows[:, None], keys[None, :], window, masked, WINDOWED
+            )
             grad_logits = weights * (dot(grad, tl.trans(value)) - total[:, None])
             grad_value += dot(tl.trans(weights.to(grad.dtype)), grad)
             grad_key += dot(tl.trans(grad_logits.to(query.dtype)), query)

@@ -1,4 +1,4 @@
-"""Parts that the kernels share: logits, and which keys rows see."""
+"""Parts that the kernels share, here and for Hopper: logits, weights, and which keys rows see."""
 
 import triton
 import triton.language as tl
@@ -19,6 +19,15 @@ def visible_keys(keys, rows, window, WINDOWED: tl.constexpr):
     if WINDOWED:
         visible = visible & (rows - keys < window)
     return visible
+
+
+@triton.jit
+def weights_of(products, log_sum, factor, rows, keys, window, masked, WINDOWED: tl.constexpr):
+    """P; if `masked` 0 where a row does not see a key; 0 in rows whose `log_sum` is infinite."""
+    weights = tl.exp2(products * factor - log_sum)
+    if masked:
+        weights = tl.where(visible_keys(keys, rows, window, WINDOWED), weights, 0.0)
+    return weights
 
 
 @triton.jit
