@@ -43,7 +43,15 @@ class Batch:
         self.scale = scale
         self.configuration = configuration(self.key_dim, self.value_dim, v.dtype)
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-        self.blocks, self.count = cut(self.seq_len, cu_seqlens, self.configuration.tile)
+        parts = self.configuration.parts
+        self.blocks, count = cut(self.seq_len, cu_seqlens, self.configuration.tile * parts)
+        self.count = count * parts
+
+    def new_counter(self) -> Tensor:
+        """A 0, int32, that no other kernel may count in."""
+        if self.blocks is None:
+            return self.v.new_zeros(1, dtype=torch.int32)
+        return self.blocks[-1]  # which is zeros: a backward has a table of its own
 
     def new_numbers(self) -> Tensor:
         """[B, H, P] fp32; of a packed row 0, as not all places may be used."""

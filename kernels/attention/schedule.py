@@ -25,6 +25,7 @@ class Configuration(NamedTuple):
         block_k: D rounded up to a power of two.
         block_v: D_v rounded up to a power of two.
         tile: rows of a block, and keys of one.
+        parts: blocks of rows that some kernels take at once; documents are cut so.
         warps: of a program.
         stages: of its software pipeline.
     """
@@ -32,6 +33,7 @@ class Configuration(NamedTuple):
     block_k: int
     block_v: int
     tile: int
+    parts: int
     warps: int
     stages: int
 
@@ -39,24 +41,23 @@ class Configuration(NamedTuple):
 @cache
 def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
     """The configuration for head sizes D, D_v and the dtype of v."""
-    tile, wide = _tile(key_dim, value_dim, dtype), max(key_dim, value_dim) > _WIDE
-    shallow = wide or dtype == torch.float32
-    return Configuration(block_size(key_dim), block_size(value_dim), tile, 8 if wide else 4, 1 if shallow else 2)
+    block_k, block_v = block_size(key_dim), block_size(value_dim)
+    widest = max(block_k, block_v)
+    if dtype == torch.float32:  # tf32x3 products hold each operand in two parts, in registers
+        return Configuration(block_k, block_v, 16 if widest > _WIDE else 32, 1, 8 if widest > _WIDE else 4, 1)
+    if widest > _WIDE:
+        return Configuration(block_k, block_v, 64, 1, 8, 1)
+    return Configuration(block_k, block_v, 64, 2, 4, 2)
 
 
 def num_places(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> int:
     """Places for the numbers of a head's rows, such as their log-sum-exp: as many for each block as a whole one needs.
 
     Args:
-        q: [B, T, H, D], of any of these sizes a symbol, too.
+        q: [B, T, H, D], of any of B, T, H and N a symbol, too.
         v: [B, T, G, D_v].
         cu_seqlens: [N + 1], or None.
     """
-    tile = _tile(q.shape[3], v.shape[3], v.dtype)
-    return num_blocks(q.shape[1], cu_seqlens, tile) * tile
-
-
-def _tile(key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
-    if dtype != torch.float32:
-        return 64
-    return 16 if max(key_dim, value_dim) > _WIDE else 32  # tf32x3 products hold each operand in two parts, in registers
+    sizes = configuration(q.shape[3], v.shape[3], v.dtype)
+    rows = sizes.tile * sizes.parts
+    return num_blocks(q.shape[1], cu_seqlens, rows) * rows

@@ -19,6 +19,8 @@ _DOCUMENTS_AT_ONCE = 256
 def cut(seq_len: int, cu_seqlens: Tensor | None, size: int) -> tuple[Tensor | None, int]:
     """The table of the blocks of so many rows, None for a dense batch, and their number in a row of the batch.
 
+    The table has a row more, of zeros, where a kernel may count.
+
     Args:
         seq_len: T.
         cu_seqlens: [N + 1], contiguous, or None.
@@ -27,7 +29,7 @@ def cut(seq_len: int, cu_seqlens: Tensor | None, size: int) -> tuple[Tensor | No
     count = num_blocks(seq_len, cu_seqlens, size)
     if cu_seqlens is None:
         return None, count
-    blocks = cu_seqlens.new_empty(count, 3, dtype=torch.int32)
+    blocks = cu_seqlens.new_empty(count + 1, 3, dtype=torch.int32)
     documents = cu_seqlens.shape[0] - 1
     cut_kernel[documents,](cu_seqlens, blocks, documents, count, seq_len, size, _DOCUMENTS_AT_ONCE)
     return blocks, count
@@ -43,7 +45,7 @@ def _bounds(cu_seqlens, document, exists, seq_len, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_documents", "num_blocks", "seq_len"])
 def cut_kernel(cu_seqlens, blocks, num_documents, num_blocks, seq_len, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The table [num_blocks, 3]: each block's first row, and the first and end row of its document; (0, 0, 0) for none.
+    """The table [num_blocks + 1, 3]: each block's first row, and the first and end row of its document; 0 for none.
 
     One program a document: it counts the blocks of those before it, then writes its own; the last, what is left. Of
     ends that nobody has checked none leads out of the table, or out of the row.
@@ -62,20 +64,23 @@ def cut_kernel(cu_seqlens, blocks, num_documents, num_blocks, seq_len, BLOCK: tl
         tl.store(entry + 1, start, mask=own)
         tl.store(entry + 2, end, mask=own)
     if document == num_documents - 1:
-        for first in range((place + count) * 3, num_blocks * 3, AT_ONCE):
-            tl.store(blocks + first + lane, 0, mask=first + lane < num_blocks * 3)
+        end_of_table = (num_blocks + 1) * 3
+        for first in range(tl.minimum(place + count, num_blocks) * 3, end_of_table, AT_ONCE):
+            tl.store(blocks + first + lane, 0, mask=first + lane < end_of_table)
 
 
 @triton.jit
-def place_of_block(blocks, number, seq_len, BLOCK: tl.constexpr):
+def place_of_block(blocks, number, seq_len, BLOCK: tl.constexpr, PARTS: tl.constexpr = 1):
     """Of a block: the first row of its document, the document's length, and the block's first row in the document.
 
-    A block that starts where its document ends is none. Without a table the batch is dense.
+    A block that starts where its document ends, or after it, is none. Without a table the batch is dense. If those of
+    the table are larger, they have PARTS blocks each.
     """
     if blocks is not None:
-        start = tl.load(blocks + number * 3 + 1)
-        length = tl.load(blocks + number * 3 + 2) - start
-        row = tl.load(blocks + number * 3) - start
+        entry = blocks + number // PARTS * 3
+        start = tl.load(entry + 1)
+        length = tl.load(entry + 2) - start
+        row = tl.load(entry) - start + number % PARTS * BLOCK
     else:
         start = 0
         length = seq_len

@@ -1,4 +1,4 @@
-"""The output, as in `zoo.kernels.attention.triton.forward`, with products that run while weights are computed.
+"""The output, as in `zoo.kernels.attention.triton.forward`, by warps that do different things: see `turns`.
 
 While the weights of a block of keys are computed from their products with the rows, the product of the weights before
 with their values is under way.
@@ -13,6 +13,7 @@ from zoo.kernels.attention.hopper.tiles import (
     TILE,
     arrived,
     expect,
+    free,
     make_barriers,
     make_ring,
     product_layout,
@@ -20,9 +21,25 @@ from zoo.kernels.attention.hopper.tiles import (
     start_product,
     store_tile,
     wait_for_all,
+    wait_until_free,
+)
+from zoo.kernels.attention.hopper.turns import (
+    LOADER_REGISTERS,
+    READER_REGISTERS,
+    READERS,
+    ROWS,
+    announce,
+    draw,
+    make_turns,
+    pass_over,
+    place_of_turn,
+    take,
 )
 from zoo.kernels.attention.triton.tiles import blocks_of_keys, logit_factor, visible_keys
-from zoo.kernels.triton.documents import place_of_block, place_of_head
+
+__all__ = ["KEYS", "attention_kernel"]
+
+KEYS = gl.constexpr(128)  # of a block
 
 
 @gluon.jit
@@ -38,7 +55,160 @@ def weigh(products, largest, total, factor, rows, keys, window, masked, WINDOWED
     return weights, higher, total * correction + gl.sum(weights, 1), correction
 
 
-@gluon.jit(do_not_specialize=["seq_len", "num_blocks", "window"])
+@gluon.jit
+def blocks_of_turn(row, length, window, WINDOWED: gl.constexpr):
+    """The first block of keys that any row of a turn sees, and the end."""
+    first, _, _, _ = blocks_of_keys(row, window, ROWS, KEYS, WINDOWED)
+    return first, gl.cdiv(gl.minimum(row + ROWS, length), KEYS)
+
+
+@gluon.jit
+def load(
+    shared,
+    call,
+    counter,
+    num_turns,
+    sources,
+    HEADS: gl.constexpr,
+    REPEAT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    WINDOWED: gl.constexpr,
+):
+    """What one warp does: it draws turns, and loads for them."""
+    turns, rings, filled, emptied = shared
+    q, k, v = sources
+    q_ring, k_ring, v_ring = rings
+    q_filled, k_filled, v_filled = filled
+    q_emptied, k_emptied, v_emptied = emptied
+    taken = 0  # turns
+    n = 0  # blocks of keys
+    turn = gl.program_id(0)
+    following = turn
+    while turn < num_turns:
+        at_head, _, document, length, row = place_of_turn(turn, call, True)
+        if row < length:
+            announce(turns, taken, turn)
+            head, batch = at_head % HEADS, at_head // HEADS
+            first, end = blocks_of_turn(row, length, call[3], WINDOWED)
+            for reader in gl.static_range(READERS):
+                at_rows = taken * READERS + reader
+                wait_until_free(q_emptied, at_rows, READERS)
+                expect(q_filled, at_rows, True, ROW_BYTES * BLOCK_K, READERS)
+                send(q, q_ring, q_filled, at_rows, head, batch, document + row + reader * TILE, True, READERS)
+            for j in range(first, end):
+                key = document + j * KEYS
+                wait_until_free(k_emptied, n, STAGES)
+                expect(k_filled, n, True, 2 * ROW_BYTES * BLOCK_K, STAGES)
+                send(k, k_ring, k_filled, n, head // REPEAT, batch, key, True, STAGES)
+                wait_until_free(v_emptied, n, STAGES)
+                expect(v_filled, n, True, 2 * ROW_BYTES * BLOCK_V, STAGES)
+                send(v, v_ring, v_filled, n, head // REPEAT, batch, key, True, STAGES)
+                n += 1
+                if j == first:  # while the readers have something to do
+                    following = draw(counter)
+            taken += 1
+        else:
+            following = draw(counter)
+        turn = following
+    announce(turns, taken, num_turns)
+
+
+@gluon.jit
+def read(
+    READER: gl.constexpr,
+    shared,
+    call,
+    num_turns,
+    scale,
+    outputs,
+    HEADS: gl.constexpr,
+    VALUE_DIM: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    WINDOWED: gl.constexpr,
+):
+    """What four warps do: for each turn the output of 64 rows, and the log-sum-exp of each to the base 2."""
+    PRODUCTS: gl.constexpr = product_layout(KEYS)
+    OUTPUT: gl.constexpr = product_layout(BLOCK_V)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=2)
+    O_ROW: gl.constexpr = HEADS * VALUE_DIM
+    turns, rings, filled, emptied = shared
+    o, lse = outputs
+    q_ring, k_ring, v_ring = rings
+    q_filled, k_filled, v_filled = filled
+    q_emptied, k_emptied, v_emptied = emptied
+    keys_filled, keys_emptied = (k_filled, v_filled), (k_emptied, v_emptied)
+    window = call[3]
+    factor = logit_factor(scale)
+    taken = 0  # turns
+    before = 0  # blocks of keys of earlier turns
+    turn = take(turns, taken)
+    while turn < num_turns:
+        at_head, number, document, length, first_row = place_of_turn(turn, call, True)
+        first_of_turn, end_of_turn = blocks_of_turn(first_row, length, window, WINDOWED)
+        at = before - first_of_turn  # which a block's number is added to
+        row = first_row + READER * TILE
+        at_rows = taken * READERS + READER
+        query = arrived(q_ring, q_filled, at_rows, BLOCK_K, READERS)
+        if row < length:
+            first, whole, whole_end, end = blocks_of_keys(row, window, TILE, KEYS, WINDOWED)
+            pass_over(keys_filled, keys_emptied, before, at + first, (STAGES, STAGES))
+            rows = row + gl.arange(0, TILE, layout=gl.SliceLayout(1, PRODUCTS))
+            column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, PRODUCTS))
+            largest = gl.full([TILE], float("-inf"), gl.float32, layout=gl.SliceLayout(1, PRODUCTS))
+            total = gl.zeros([TILE], gl.float32, layout=gl.SliceLayout(1, PRODUCTS))
+            output = gl.zeros([TILE, BLOCK_V], gl.float32, layout=OUTPUT)
+            products = start_product(query, arrived(k_ring, k_filled, at + first, BLOCK_K, STAGES, KEYS), KEYS)
+            products = warpgroup_mma_wait(0, deps=[products])
+            free(k_emptied, at + first, STAGES)
+            masked = (first < whole) | (first >= whole_end)
+            weights, largest, total, correction = weigh(
+                products, largest, total, factor, rows, first * KEYS + column, window, masked, WINDOWED
+            )
+            weights = gl.convert_layout(weights.to(v_ring.dtype), WEIGHTS)
+            for j in range(first + 1, end):
+                n = at + j
+                products = start_product(query, arrived(k_ring, k_filled, n, BLOCK_K, STAGES, KEYS), KEYS)
+                value = arrived(v_ring, v_filled, n - 1, BLOCK_V, STAGES, KEYS)
+                output = warpgroup_mma(weights, value, output, is_async=True)
+                products = warpgroup_mma_wait(1, deps=[products])
+                free(k_emptied, n, STAGES)
+                masked = (j < whole) | (j >= whole_end)
+                next_weights, largest, total, correction = weigh(
+                    products, largest, total, factor, rows, j * KEYS + column, window, masked, WINDOWED
+                )
+                output = warpgroup_mma_wait(0, deps=[output])
+                free(v_emptied, n - 1, STAGES)
+                output = output * gl.convert_layout(correction, gl.SliceLayout(1, OUTPUT))[:, None]
+                weights = gl.convert_layout(next_weights.to(v_ring.dtype), WEIGHTS)
+            free(q_emptied, at_rows, READERS)
+            value = arrived(v_ring, v_filled, at + end - 1, BLOCK_V, STAGES, KEYS)
+            output = warpgroup_mma(weights, value, output, is_async=True)
+            output = warpgroup_mma_wait(0, deps=[output])
+            free(v_emptied, at + end - 1, STAGES)
+
+            output = output / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
+            token = (at_head // HEADS).to(gl.int64) * call[1] + document
+            store_tile(o + at_head % HEADS * VALUE_DIM, output, token, row, length, O_ROW, VALUE_DIM, BLOCK_V)
+            if lse is not None:
+                log_sum = gl.where(rows < length, largest + gl.log2(total), float("inf"))
+                place = (at_head.to(gl.int64) * call[2] + number) * ROWS
+                gl.store(lse + place + (rows - first_row), log_sum)
+            pass_over(keys_filled, keys_emptied, at + end, at + end_of_turn, (STAGES, STAGES))
+        else:
+            free(q_emptied, at_rows, READERS)
+            pass_over(keys_filled, keys_emptied, before, at + end_of_turn, (STAGES, STAGES))
+        before = at + end_of_turn
+        taken += 1
+        turn = take(turns, taken)
+
+
+@gluon.jit(
+    do_not_specialize=["num_turns", "seq_len", "num_blocks", "window"], do_not_specialize_on_alignment=["counter"]
+)
 def attention_kernel(
     q,
     k,
@@ -46,6 +216,8 @@ def attention_kernel(
     blocks,
     o,
     lse,
+    counter,
+    num_turns,
     seq_len,
     num_blocks,
     window,
@@ -56,80 +228,25 @@ def attention_kernel(
     BLOCK_K: gl.constexpr,
     BLOCK_V: gl.constexpr,
     STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
-    """One program a block of rows and query head; also the log-sum-exp of each row, to the base 2."""
-    PRODUCTS: gl.constexpr = product_layout(TILE)
-    OUTPUT: gl.constexpr = product_layout(BLOCK_V)
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=2)
-    O_ROW: gl.constexpr = HEADS * VALUE_DIM
-    at_head = gl.program_id(0) // num_blocks
-    number = num_blocks - 1 - gl.program_id(0) % num_blocks  # in a dense batch the longest first
-    document, length, row = place_of_block(blocks, number, seq_len, TILE)
-    if row >= length:
-        return
-    head, group, zero, _ = place_of_head(at_head, document, seq_len, HEADS, REPEAT)
-    at_q, at_kv, batch = head.to(gl.int32), group.to(gl.int32), at_head // HEADS
-    first, whole, whole_end, end = blocks_of_keys(row, window, TILE, WINDOWED)
-    count = end - first
-    token = document + first * TILE  # of the first block of keys
-
-    q_ring, q_barrier = make_ring(q, BLOCK_K, 1), make_barriers(1)
-    k_ring, k_barriers = make_ring(k, BLOCK_K, STAGES), make_barriers(STAGES)
-    v_ring, v_barriers = make_ring(v, BLOCK_V, V_STAGES), make_barriers(V_STAGES)
+    """A turn is a block of rows of a query head."""
+    turns = make_turns()
+    rings = make_ring(q, BLOCK_K, READERS), make_ring(k, BLOCK_K, STAGES, KEYS), make_ring(v, BLOCK_V, STAGES, KEYS)
+    filled = make_barriers(READERS), make_barriers(STAGES), make_barriers(STAGES)
+    emptied = make_barriers(READERS), make_barriers(STAGES, READERS), make_barriers(STAGES, READERS)
     fence_async_shared()
-    expect(q_barrier, 0, True, ROW_BYTES * BLOCK_K, 1)
-    send(q, q_ring, q_barrier, 0, at_q, batch, document + row, True, 1)
-    for early in gl.static_range(STAGES):
-        expect(k_barriers, early, early < count, ROW_BYTES * BLOCK_K, STAGES)
-        send(k, k_ring, k_barriers, early, at_kv, batch, token + early * TILE, early < count, STAGES)
-    for early in gl.static_range(V_STAGES):
-        expect(v_barriers, early, early < count, ROW_BYTES * BLOCK_V, V_STAGES)
-        send(v, v_ring, v_barriers, early, at_kv, batch, token + early * TILE, early < count, V_STAGES)
-
-    factor = logit_factor(scale)
-    rows = row + gl.arange(0, TILE, layout=gl.SliceLayout(1, PRODUCTS))
-    column = gl.arange(0, TILE, layout=gl.SliceLayout(0, PRODUCTS))
-    largest = gl.full([TILE], float("-inf"), gl.float32, layout=gl.SliceLayout(1, PRODUCTS))
-    total = gl.zeros([TILE], gl.float32, layout=gl.SliceLayout(1, PRODUCTS))
-    read = gl.zeros([TILE, BLOCK_V], gl.float32, layout=OUTPUT)
-    query = arrived(q_ring, q_barrier, 0, BLOCK_K, 1)
-    products = start_product(query, arrived(k_ring, k_barriers, 0, BLOCK_K, STAGES))
-    products = warpgroup_mma_wait(0, deps=[products])
-    expect(k_barriers, STAGES, count > STAGES, ROW_BYTES * BLOCK_K, STAGES)
     wait_for_all()
-    send(k, k_ring, k_barriers, STAGES, at_kv, batch, token + STAGES * TILE, count > STAGES, STAGES)
-    masked = (first < whole) | (first >= whole_end)
-    weights, largest, total, _ = weigh(
-        products, largest, total, factor, rows, first * TILE + column, window, masked, WINDOWED
+    shared = turns, rings, filled, emptied
+    call = blocks, seq_len, num_blocks, window
+    results = o, lse
+    sources = q, k, v
+    gl.warp_specialize(
+        [
+            (read, (0, shared, call, num_turns, scale, results, HEADS, VALUE_DIM, BLOCK_K, BLOCK_V, STAGES, WINDOWED)),
+            (read, (1, shared, call, num_turns, scale, results, HEADS, VALUE_DIM, BLOCK_K, BLOCK_V, STAGES, WINDOWED)),
+            (load, (shared, call, counter, num_turns, sources, HEADS, REPEAT, BLOCK_K, BLOCK_V, STAGES, WINDOWED)),
+        ],
+        [4, 1],
+        [READER_REGISTERS, LOADER_REGISTERS],
     )
-    weights = gl.convert_layout(weights.to(v.dtype), WEIGHTS)
-    for done in range(count - 1):  # of the blocks of keys, those whose weights are known but for the last
-        j = first + done + 1
-        products = start_product(query, arrived(k_ring, k_barriers, done + 1, BLOCK_K, STAGES))
-        value = arrived(v_ring, v_barriers, done, BLOCK_V, V_STAGES)
-        read = warpgroup_mma(weights, value, read, is_async=True)
-        products = warpgroup_mma_wait(1, deps=[products])
-        masked = (j < whole) | (j >= whole_end)
-        next_weights, largest, total, correction = weigh(
-            products, largest, total, factor, rows, j * TILE + column, window, masked, WINDOWED
-        )
-        read = warpgroup_mma_wait(0, deps=[read])
-        read = read * gl.convert_layout(correction, gl.SliceLayout(1, OUTPUT))[:, None]
-        weights = gl.convert_layout(next_weights.to(v.dtype), WEIGHTS)
-        n, m = done + 1 + STAGES, done + V_STAGES  # the keys and the values that there is room for now
-        expect(k_barriers, n, n < count, ROW_BYTES * BLOCK_K, STAGES)
-        expect(v_barriers, m, m < count, ROW_BYTES * BLOCK_V, V_STAGES)
-        wait_for_all()
-        send(k, k_ring, k_barriers, n, at_kv, batch, token + n * TILE, n < count, STAGES)
-        send(v, v_ring, v_barriers, m, at_kv, batch, token + m * TILE, m < count, V_STAGES)
-    value = arrived(v_ring, v_barriers, count - 1, BLOCK_V, V_STAGES)
-    read = warpgroup_mma(weights, value, read, is_async=True)
-    read = warpgroup_mma_wait(0, deps=[read])
-
-    read = read / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
-    store_tile(o + head * VALUE_DIM, read, zero, row, length, O_ROW, VALUE_DIM, BLOCK_V)
-    if lse is not None:
-        log_sum = gl.where(rows < length, largest + gl.log2(total), float("inf"))
-        gl.store(lse + (at_head.to(gl.int64) * num_blocks + number) * TILE + (rows - row), log_sum)

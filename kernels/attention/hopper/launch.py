@@ -3,35 +3,32 @@
 Shapes: B batch, T tokens, H query heads, G key/value heads, D and D_v their sizes, P places for numbers of rows.
 """
 
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from zoo.kernels.attention.hopper.forward import attention_kernel
-from zoo.kernels.attention.hopper.gradients import key_gradients_kernel, row_gradients_kernel
+from zoo.kernels.attention.hopper.forward import KEYS, attention_kernel
+from zoo.kernels.attention.hopper.key_gradients import key_gradients_kernel
+from zoo.kernels.attention.hopper.row_gradients import row_gradients_kernel
 from zoo.kernels.attention.hopper.tiles import TILE, WARPS
+from zoo.kernels.attention.hopper.turns import READERS
 from zoo.kernels.attention.launch import Batch
 
 __all__ = ["forward", "key_gradients", "row_gradients"]
 
-_STAGES = 2
+FORWARD_STAGES, KEY_STAGES = 2, 4
 _SWIZZLE = 128  # bytes
 _NARROWEST = 64  # columns of a block: with 32 the compiler lets no two products run at once
 
 
 def forward(x: Batch, o: Tensor, lse: Tensor | None) -> None:
     """Write o [B, T, H, D_v] and, if wanted, the log-sum-exp [B, H, P]."""
-    attention_kernel[x.batch * x.heads * x.count,](
-        *_inputs(x),
-        x.blocks,
-        o,
-        lse,
-        *_numbers(x),
-        **_sizes(x),
-        V_STAGES=1 if max(_blocks(x)) > 64 else _STAGES,  # so that a multiprocessor has room for three programs
-    )
+    grid, numbers = _turns(x, x.heads)
+    attention_kernel[grid](*_inputs(x, KEYS.value), x.blocks, o, lse, *numbers, **_sizes(x), STAGES=FORWARD_STAGES)
 
 
 def row_gradients(x: Batch, o: Tensor, lse: Tensor, grad_o: Tensor, totals: Tensor, grad_q: Tensor) -> None:
@@ -46,25 +43,46 @@ def row_gradients(x: Batch, o: Tensor, lse: Tensor, grad_o: Tensor, totals: Tens
         lse,
         totals,
         grad_q,
-        *_numbers(x),
+        x.seq_len,
+        x.count,
+        x.window,
+        x.scale,
         **_sizes(x),
         KEY_DIM=x.key_dim,
-        K_STAGES=_STAGES + 1,  # keys are read twice
+        PARTS=x.configuration.parts,
+        K_STAGES=3,  # keys are read twice
+        STAGES=2,
     )
 
 
 def key_gradients(x: Batch, lse: Tensor, grad_o: Tensor, totals: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
     """Write the gradients of k [B, T, G, D] and v [B, T, G, D_v]."""
+    grid, numbers = _turns(x, x.groups)
     grad = _describe(x, grad_o, _blocks(x)[1])
-    numbers = map(_describe_numbers, (lse, totals))
-    key_gradients_kernel[x.batch * x.groups * x.count,](
-        *_inputs(x), grad, *numbers, x.blocks, grad_k, grad_v, *_numbers(x), **_sizes(x), KEY_DIM=x.key_dim
+    sums = map(_describe_numbers, (lse, totals))
+    key_gradients_kernel[grid](
+        *_inputs(x), grad, *sums, x.blocks, grad_k, grad_v, *numbers, **_sizes(x), KEY_DIM=x.key_dim, STAGES=KEY_STAGES
     )
 
 
-def _inputs(x: Batch) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+def _turns(x: Batch, heads: int) -> tuple[tuple[int], tuple[Tensor | float, ...]]:
+    """The grid of kernels that take turns; a counter of those taken, their number, and numbers of the call."""
+    count = x.count // READERS.value
+    turns = x.batch * heads * count
+    grid = (min(turns, _num_multiprocessors(x.q.device)),)
+    return grid, (x.new_counter(), turns, x.seq_len, count, x.window, x.scale)
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _inputs(x: Batch, keys: int = TILE.value) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+    """Descriptors of q, k and v, these in blocks of so many keys."""
     block_k, block_v = _blocks(x)
-    return _describe(x, x.q, block_k), _describe(x, x.k, block_k), _describe(x, x.v, block_v)
+    return _describe(x, x.q, block_k), _describe(x, x.k, block_k, keys), _describe(x, x.v, block_v, keys)
 
 
 def _blocks(x: Batch) -> tuple[int, int]:
@@ -73,13 +91,11 @@ def _blocks(x: Batch) -> tuple[int, int]:
     return max(block_k, _NARROWEST), max(block_v, _NARROWEST)
 
 
-def _describe(x: Batch, matrix: Tensor, columns: int) -> TensorDescriptor:
+def _describe(x: Batch, matrix: Tensor, columns: int, rows: int = TILE.value) -> TensorDescriptor:
     """A descriptor of [heads, B, T, columns] for [B * T, heads, ...]: beyond these there are zeros."""
     layout = NVMMASharedLayout(swizzle_byte_width=_SWIZZLE, element_bitwidth=16, rank=4)
     matrix = matrix.unflatten(0, (x.batch, x.seq_len)).permute(2, 0, 1, 3)
-    return TensorDescriptor(
-        matrix, list(matrix.shape), list(matrix.stride()), [1, 1, TILE.value, columns], layout=layout
-    )
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [1, 1, rows, columns], layout=layout)
 
 
 def _describe_numbers(numbers: Tensor) -> TensorDescriptor:
@@ -89,12 +105,9 @@ def _describe_numbers(numbers: Tensor) -> TensorDescriptor:
     return TensorDescriptor(numbers, list(numbers.shape), list(numbers.stride()), [1, TILE.value], layout=layout)
 
 
-def _numbers(x: Batch) -> tuple[int, int, int, float]:
-    return x.seq_len, x.count, x.window, x.scale
-
-
 def _sizes(x: Batch) -> dict[str, Any]:
     assert x.configuration.tile == TILE.value
+    assert x.configuration.parts == READERS.value
     block_k, block_v = _blocks(x)
     return {
         "HEADS": x.heads,
@@ -102,7 +115,6 @@ def _sizes(x: Batch) -> dict[str, Any]:
         "VALUE_DIM": x.value_dim,
         "BLOCK_K": block_k,
         "BLOCK_V": block_v,
-        "STAGES": _STAGES,
         "WINDOWED": x.windowed,
         "num_warps": WARPS.value,
     }

@@ -21,6 +21,7 @@ __all__ = [
     "WARPS",
     "arrived",
     "expect",
+    "free",
     "load_tile",
     "make_barriers",
     "make_numbers_ring",
@@ -31,6 +32,7 @@ __all__ = [
     "start_product",
     "store_tile",
     "wait_for_all",
+    "wait_until_free",
 ]
 
 # Every warp waits for the others: its name since Triton 3.7, and the one before.
@@ -48,18 +50,18 @@ def product_layout(columns):
 
 
 @gluon.jit
-def make_barriers(STAGES: gl.constexpr):
-    """Barriers, each for what arrives at one place."""
+def make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr = 1):
+    """Barriers, each for what arrives at one place, or for so many groups of warps that are done with it."""
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(place), count=1)
+        mbarrier.init(barriers.index(place), count=COUNT)
     return barriers
 
 
 @gluon.jit
-def make_ring(x, BLOCK: gl.constexpr, STAGES: gl.constexpr):
+def make_ring(x, BLOCK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr = TILE):
     """Places for blocks of what a descriptor reads, in columns of BLOCK."""
-    return gl.allocate_shared_memory(x.dtype, [STAGES, 1, 1, TILE, BLOCK], x.layout)
+    return gl.allocate_shared_memory(x.dtype, [STAGES, 1, 1, ROWS, BLOCK], x.layout)
 
 
 @gluon.jit
@@ -76,10 +78,22 @@ def send(x, ring, barriers, n, head, batch, row, exists, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def arrived(ring, barriers, n, BLOCK: gl.constexpr, STAGES: gl.constexpr):
-    """The n-th block [64, BLOCK], once it is there."""
+def arrived(ring, barriers, n, BLOCK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr = TILE):
+    """The n-th block [ROWS, BLOCK], once it is there."""
     mbarrier.wait(barriers.index(n % STAGES), (n // STAGES) & 1)
-    return ring.index(n % STAGES).reshape([TILE, BLOCK])
+    return ring.index(n % STAGES).reshape([ROWS, BLOCK])
+
+
+@gluon.jit
+def free(barriers, n, STAGES: gl.constexpr, exists=True):
+    """This group of warps is done with the n-th block, if it exists."""
+    mbarrier.arrive(barriers.index(n % STAGES), count=1, pred=exists)
+
+
+@gluon.jit
+def wait_until_free(barriers, n, STAGES: gl.constexpr):
+    """Until every group of warps is done with what lay at the n-th block's place before."""
+    mbarrier.wait(barriers.index(n % STAGES), (n // STAGES + 1) & 1)
 
 
 @gluon.jit
@@ -97,9 +111,9 @@ def send_numbers(x, ring, barriers, n, at_head, place, exists, STAGES: gl.conste
 
 
 @gluon.jit
-def start_product(x, y):
-    """x y^T [64, 64] of two blocks, to be waited for."""
-    zero = gl.zeros([TILE, TILE], gl.float32, layout=product_layout(TILE))
+def start_product(x, y, COLUMNS: gl.constexpr = TILE):
+    """x y^T [64, COLUMNS] of two blocks, to be waited for."""
+    zero = gl.zeros([TILE, COLUMNS], gl.float32, layout=product_layout(COLUMNS))
     return warpgroup_mma(x, y.permute([1, 0]), zero, use_acc=False, is_async=True)
 
 

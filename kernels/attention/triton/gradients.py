@@ -43,6 +43,7 @@ def row_gradients_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
@@ -50,7 +51,7 @@ def row_gradients_kernel(
     O_ROW: tl.constexpr = HEADS * VALUE_DIM
     at_head = tl.program_id(0) // num_blocks
     number = num_blocks - 1 - tl.program_id(0) % num_blocks  # in a dense batch the longest first
-    document, length, row = place_of_block(blocks, number, seq_len, TILE)
+    document, length, row = place_of_block(blocks, number, seq_len, TILE, PARTS)
     if row >= length:
         return
     head, group, zero, _ = place_of_head(at_head, document, seq_len, HEADS, REPEAT)
@@ -70,7 +71,7 @@ def row_gradients_kernel(
     factor = logit_factor(scale)
 
     grad_query = tl.zeros([TILE, BLOCK_K], tl.float32)
-    first, whole, whole_end, end = blocks_of_keys(row, window, TILE, WINDOWED)
+    first, whole, whole_end, end = blocks_of_keys(row, window, TILE, TILE, WINDOWED)
     for j in tl.range(first, end, num_stages=STAGES):
         key = load_rows(k, j * TILE, length, K_ROW, KEY_DIM, TILE, BLOCK_K)
         value = load_rows(v, j * TILE, length, V_ROW, VALUE_DIM, TILE, BLOCK_V)
@@ -113,6 +114,7 @@ def key_gradients_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
@@ -121,7 +123,7 @@ def key_gradients_kernel(
     O_ROW: tl.constexpr = HEADS * VALUE_DIM
     at_group = tl.program_id(0) // num_blocks
     number = tl.program_id(0) % num_blocks  # in a dense batch the longest first
-    document, length, first_key = place_of_block(blocks, number, seq_len, TILE)
+    document, length, first_key = place_of_block(blocks, number, seq_len, TILE, PARTS)
     if first_key >= length:
         return
     group, _, zero, _ = place_of_head(at_group, document, seq_len, GROUPS, 1)

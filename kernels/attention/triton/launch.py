@@ -50,6 +50,7 @@ def _sizes(x: Batch) -> dict[str, Any]:
         "BLOCK_K": x.configuration.block_k,
         "BLOCK_V": x.configuration.block_v,
         "TILE": x.configuration.tile,
+        "PARTS": x.configuration.parts,
         "STAGES": x.configuration.stages,
         "WINDOWED": x.windowed,
         "num_warps": x.configuration.warps,

@@ -31,19 +31,19 @@ def weights_of(products, log_sum, factor, rows, keys, window, masked, WINDOWED: 
 
 
 @triton.jit
-def blocks_of_keys(row, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):
-    """Of the blocks of keys that a block of rows sees: the first, bounds of those that all see whole, the end.
+def blocks_of_keys(row, window, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr):
+    """Of the blocks of KEYS keys that a block of rows sees: the first, bounds of those that all see whole, the end.
 
-    The rows are [row, row + TILE), and `row` a multiple of TILE, as the first key of each block is.
+    The rows are [row, row + ROWS).
     """
-    own = row // TILE
+    whole_end = (row + 1) // KEYS
     if WINDOWED:
-        first = tl.maximum(row - window + 1, 0) // TILE
-        whole = tl.minimum(tl.maximum(tl.cdiv(row + TILE - window, TILE), first), own)
+        first = tl.maximum(row - window + 1, 0) // KEYS
+        whole = tl.minimum(tl.maximum(tl.cdiv(row + ROWS - window, KEYS), first), whole_end)
     else:
         first = 0
         whole = 0
-    return first, whole, own, own + 1
+    return first, whole, whole_end, tl.cdiv(row + ROWS, KEYS)
 
 
 @triton.jit
