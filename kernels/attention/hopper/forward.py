@@ -155,7 +155,7 @@ def read(
         query = arrived(q_ring, q_filled, at_rows, BLOCK_K, READERS)
         if row < length:
             first, whole, whole_end, end = blocks_of_keys(row, window, TILE, KEYS, WINDOWED)
-            pass_over(keys_filled, keys_emptied, before, at + first, (STAGES, STAGES))
+            pass_over(keys_filled, keys_emptied, before, at + first, STAGES)
             rows = row + gl.arange(0, TILE, layout=gl.SliceLayout(1, PRODUCTS))
             column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, PRODUCTS))
             largest = gl.full([TILE], float("-inf"), gl.float32, layout=gl.SliceLayout(1, PRODUCTS))
@@ -197,10 +197,10 @@ def read(
                 log_sum = gl.where(rows < length, largest + gl.log2(total), float("inf"))
                 place = (at_head.to(gl.int64) * call[2] + number) * ROWS
                 gl.store(lse + place + (rows - first_row), log_sum)
-            pass_over(keys_filled, keys_emptied, at + end, at + end_of_turn, (STAGES, STAGES))
+            pass_over(keys_filled, keys_emptied, at + end, at + end_of_turn, STAGES)
         else:
             free(q_emptied, at_rows, READERS)
-            pass_over(keys_filled, keys_emptied, before, at + end_of_turn, (STAGES, STAGES))
+            pass_over(keys_filled, keys_emptied, before, at + end_of_turn, STAGES)
         before = at + end_of_turn
         taken += 1
         turn = take(turns, taken)

@@ -75,7 +75,7 @@ def load(
     q, k, v, grad, lse, totals = sources
     q_ring, k_ring, v_ring, grad_ring, lse_ring, totals_ring = rings
     k_filled, q_filled, grad_filled = filled
-    k_emptied, q_emptied, grad_emptied = emptied
+    k_emptied, rows_emptied = emptied
     GROUPS: gl.constexpr = HEADS // REPEAT
     taken = 0  # turns
     n = 0  # blocks of rows
@@ -100,11 +100,10 @@ def load(
                 for i in range(first, end):
                     row = i * TILE
                     place = number * ROWS - key + row
-                    wait_until_free(q_emptied, n, STAGES)
+                    wait_until_free(rows_emptied, n, STAGES)
                     expect(q_filled, n, True, ROW_BYTES * BLOCK_K + NUMBER_BYTES, STAGES)
                     send(q, q_ring, q_filled, n, head, batch, document + row, True, STAGES)
                     send_numbers(lse, lse_ring, q_filled, n, at_head, place, True, STAGES)
-                    wait_until_free(grad_emptied, n, STAGES)
                     expect(grad_filled, n, True, ROW_BYTES * BLOCK_V + NUMBER_BYTES, STAGES)
                     send(grad, grad_ring, grad_filled, n, head, batch, document + row, True, STAGES)
                     send_numbers(totals, totals_ring, grad_filled, n, at_head, place, True, STAGES)
@@ -145,8 +144,8 @@ def read(
     grad_k, grad_v = outputs
     q_ring, k_ring, v_ring, grad_ring, lse_ring, totals_ring = rings
     k_filled, q_filled, grad_filled = filled
-    k_emptied, q_emptied, grad_emptied = emptied
-    rows_filled, rows_emptied = (q_filled, grad_filled), (q_emptied, grad_emptied)
+    k_emptied, rows_emptied = emptied
+    rows_filled = q_filled, grad_filled
     window = call[3]
     factor = logit_factor(scale)
     index = gl.arange(0, TILE, layout=gl.SliceLayout(0, PRODUCTS))
@@ -168,7 +167,7 @@ def read(
             value = arrived(v_ring, k_filled, at_keys, BLOCK_V, READERS)
             for repeat in range(REPEAT):
                 at = before + repeat * each - first_of_turn  # which a block's number is added to
-                pass_over(rows_filled, rows_emptied, at + first_of_turn, at + first, (STAGES, STAGES))
+                pass_over(rows_filled, (rows_emptied,), at + first_of_turn, at + first, STAGES)
                 for i in range(first, end):
                     n = at + i
                     query = arrived(q_ring, q_filled, n, BLOCK_K, STAGES)
@@ -190,9 +189,8 @@ def read(
                     operand = gl.convert_layout(grad_logits, gl.DotOperandLayout(0, KEY_GRADIENT, 2))
                     grad_key = warpgroup_mma(operand, query, grad_key, is_async=True)
                     grad_key, grad_value = warpgroup_mma_wait(0, deps=[grad_key, grad_value])
-                    free(grad_emptied, n, STAGES)
-                    free(q_emptied, n, STAGES)
-                pass_over(rows_filled, rows_emptied, at + end, at + end_of_turn, (STAGES, STAGES))
+                    free(rows_emptied, n, STAGES)
+                pass_over(rows_filled, (rows_emptied,), at + end, at + end_of_turn, STAGES)
             free(k_emptied, at_keys, READERS)
             token = (at_group // GROUPS).to(gl.int64) * call[1] + document
             group = at_group % GROUPS
@@ -201,7 +199,7 @@ def read(
         else:
             arrived(k_ring, k_filled, at_keys, BLOCK_K, READERS)
             free(k_emptied, at_keys, READERS)
-            pass_over(rows_filled, rows_emptied, before, before + REPEAT * each, (STAGES, STAGES))
+            pass_over(rows_filled, (rows_emptied,), before, before + REPEAT * each, STAGES)
         before += REPEAT * each
         taken += 1
         turn = take(turns, taken)
@@ -241,7 +239,7 @@ def key_gradients_kernel(
     q_ring, grad_ring = make_ring(q, BLOCK_K, STAGES), make_ring(grad, BLOCK_V, STAGES)
     rings = q_ring, k_ring, v_ring, grad_ring, make_numbers_ring(STAGES), make_numbers_ring(STAGES)
     filled = make_barriers(READERS), make_barriers(STAGES), make_barriers(STAGES)
-    emptied = make_barriers(READERS), make_barriers(STAGES, READERS), make_barriers(STAGES, READERS)
+    emptied = make_barriers(READERS), make_barriers(STAGES, READERS)
     fence_async_shared()
     wait_for_all()
     shared = turns, rings, filled, emptied

@@ -78,8 +78,9 @@ def place_of_turn(turn, call, LAST_FIRST: gl.constexpr):
 
 @gluon.jit
 def pass_over(filled, emptied, begin, end, STAGES: gl.constexpr):
-    """Let go of blocks that only other readers need, once they are there; of each ring in turn, as they are loaded."""
+    """Let go of blocks of two rings that only other readers need, once they are there."""
     for n in range(begin, end):
         for ring in gl.static_range(2):
-            mbarrier.wait(filled[ring].index(n % STAGES[ring]), (n // STAGES[ring]) & 1)
-            free(emptied[ring], n, STAGES[ring])
+            mbarrier.wait(filled[ring].index(n % STAGES), (n // STAGES) & 1)
+        for ring in gl.static_range(len(emptied)):
+            free(emptied[ring], n, STAGES)
