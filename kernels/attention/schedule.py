@@ -41,23 +41,27 @@ class Configuration(NamedTuple):
 @cache
 def configuration(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
     """The configuration for head sizes D, D_v and the dtype of v."""
-    block_k, block_v = block_size(key_dim), block_size(value_dim)
-    widest = max(block_k, block_v)
-    if dtype == torch.float32:  # tf32x3 products hold each operand in two parts, in registers
-        return Configuration(block_k, block_v, 16 if widest > _WIDE else 32, 1, 8 if widest > _WIDE else 4, 1)
-    if widest > _WIDE:
-        return Configuration(block_k, block_v, 64, 1, 8, 1)
-    return Configuration(block_k, block_v, 64, 2, 4, 2)
+    tile, parts = _tile(key_dim, value_dim, dtype)
+    wide = max(key_dim, value_dim) > _WIDE
+    stages = 1 if wide or dtype == torch.float32 else 2
+    return Configuration(block_size(key_dim), block_size(value_dim), tile, parts, 8 if wide else 4, stages)
 
 
 def num_places(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> int:
     """Places for the numbers of a head's rows, such as their log-sum-exp: as many for each block as a whole one needs.
 
     Args:
-        q: [B, T, H, D], of any of B, T, H and N a symbol, too.
+        q: [B, T, H, D], of any of these sizes a symbol, too.
         v: [B, T, G, D_v].
         cu_seqlens: [N + 1], or None.
     """
-    sizes = configuration(q.shape[3], v.shape[3], v.dtype)
-    rows = sizes.tile * sizes.parts
-    return num_blocks(q.shape[1], cu_seqlens, rows) * rows
+    tile, parts = _tile(q.shape[3], v.shape[3], v.dtype)
+    return num_blocks(q.shape[1], cu_seqlens, tile * parts) * tile * parts
+
+
+def _tile(key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows of a block, and how many of these are taken at once."""
+    wide = max(key_dim, value_dim) > _WIDE
+    if dtype != torch.float32:
+        return 64, 1 if wide else 2
+    return 16 if wide else 32, 1  # tf32x3 products hold each operand in two parts, in registers

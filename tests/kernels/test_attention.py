@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from zoo.kernels.attention import attention, document_ids, visible
 from zoo.kernels.attention.flex import find_blocks
@@ -155,6 +156,15 @@ def test_shapes_of_triton_without_values(dtype: torch.dtype, places: int) -> Non
         assert (lse.shape, lse.dtype) == ((3, 8, places), torch.float32)  # for whole blocks
         grads = torch.ops.zoo.attention_triton_backward(o, *x.values(), None, o, lse, W, 0.3)
         assert [(y.shape, y.dtype) for y in grads] == [(y.shape, y.dtype) for y in x.values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes_of_triton_without_sizes(dtype: torch.dtype) -> None:
+    """A graph may know none of them."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        q, k, v = (mode.from_tensor(x.to(dtype)) for x in inputs(37).values())
+        _, lse = torch.ops.zoo.attention_triton(q, k, v, None, W, 0.3, True)
+    assert [type(size) for size in lse.shape] == [torch.SymInt] * 3
 
 
 Q, K, V = (torch.zeros(1, 5, heads, 4) for heads in (4, 2, 2))
