@@ -67,7 +67,8 @@ def attention(
             - "auto": in half precision on CUDA the fastest, as measured on an H200, of those that can serve the call;
               elsewhere "sdpa".
             - "sdpa": torch's scaled_dot_product_attention, on any device. With a window or packed documents it holds a
-              mask of every pair of tokens.
+              mask of every pair of tokens. On CUDA it refuses, like "flash" and "xformers", more than 2^31 - 1 numbers in
+              q, k or v, where gradients of PyTorch's kernels are wrong.
             - "flash": FlashAttention 2 as torch brings it (CUDA; bf16 or fp16; D = D_v, a multiple of 8 up to 256).
             - "flex": FlexAttention, compiled (CUDA; bf16, fp16 or fp32; D and D_v from 16 to 256).
             - "xformers": the package of that name, like "flash".
@@ -89,7 +90,8 @@ def attention(
     window = None if window is None else min(window, WIDEST)
     q, k = q.to(v.dtype), k.to(v.dtype)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    call = _call((q.shape[-1], v.shape[-1]), v.device, v.dtype, window, cu_seqlens)
+    numel = max(q.numel(), k.numel(), v.numel())
+    call = _call((q.shape[-1], v.shape[-1]), v.device, v.dtype, window, cu_seqlens, numel)
     backend = choose(_fit(impl, mask), call)
     if backend == "triton":
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -163,8 +165,9 @@ def _call(
     dtype: torch.dtype,
     window: int | None,
     cu_seqlens: Tensor | None,
+    numel: int = 0,
 ) -> Call:
-    return Call(device, dtype, *head_dims, windowed=window is not None, packed=cu_seqlens is not None)
+    return Call(device, dtype, *head_dims, windowed=window is not None, packed=cu_seqlens is not None, numel=numel)
 
 
 def _fit(impl: str, mask: Mask | None) -> str:

@@ -15,6 +15,7 @@ IMPLS = ("auto", *BACKENDS, "reference")
 MaskKind = Literal["pairs", "blocks"]
 
 _HALVES = (torch.bfloat16, torch.float16)
+_INT32 = 2**31 - 1  # above, cuDNN's gradients are wrong without a word, and FlashAttention 2 reads elsewhere
 _FLASH_MULTIPLE, _FLASH_MAX_HEAD_DIM = 8, 256
 _FLEX_HEAD_DIMS = 16, 256  # above, its kernels need more shared memory than there is
 
@@ -29,6 +30,7 @@ class Call(NamedTuple):
         value_dim: D_v.
         windowed: whether there is a window.
         packed: whether documents are packed.
+        numel: of the largest of q, k and v.
     """
 
     device: torch.device
@@ -37,6 +39,7 @@ class Call(NamedTuple):
     value_dim: int
     windowed: bool
     packed: bool
+    numel: int = 0
 
 
 def check_impl(impl: str) -> None:
@@ -72,12 +75,11 @@ def choose(impl: str, call: Call) -> str:
     Raises:
         ValueError: it cannot serve the call, and why.
     """
-    if impl == "auto":
-        return _fastest(call)
-    missing = _missing(impl, call)
+    backend = _fastest(call) if impl == "auto" else impl
+    missing = _missing(backend, call)
     if missing is not None:
         raise ValueError(f"impl: {impl!r} needs {missing}")
-    return impl
+    return backend
 
 
 def _fastest(call: Call) -> str:
@@ -86,19 +88,26 @@ def _fastest(call: Call) -> str:
         return "sdpa"
     head_dim = max(call.key_dim, call.value_dim)
     names = fastest_first(call.dtype, head_dim, windowed=call.windowed, packed=call.packed)
-    return next(name for name in names if _missing(name, call) is None)
+    return next((name for name in (*names, "triton") if _missing(name, call) is None), "sdpa")
 
 
 def _missing(backend: str, call: Call) -> str | None:
     """What a call lacks, or None."""
-    if backend in ("sdpa", "reference"):
+    if backend == "reference":
         return None
     if backend == "triton":
         return missing_for_heads(call.device, call.dtype, D=call.key_dim, D_v=call.value_dim)
-    missing = missing_xformers() if backend == "xformers" else None
-    if missing is None and call.device.type != "cuda":
-        missing = f"CUDA tensors, got {call.device}"
-    return missing or (_missing_for_flex(call) if backend == "flex" else _missing_for_flash(call))
+    on_cuda = call.device.type == "cuda"
+    if backend != "sdpa":
+        missing = missing_xformers() if backend == "xformers" else None
+        if missing is None and not on_cuda:
+            missing = f"CUDA tensors, got {call.device}"
+        missing = missing or (_missing_for_flex(call) if backend == "flex" else _missing_for_flash(call))
+        if missing is not None or backend == "flex":
+            return missing
+    if on_cuda and call.numel > _INT32:
+        return f"at most 2^31 - 1 numbers in each of q, k and v on CUDA, got {call.numel}"
+    return None
 
 
 def _missing_for_flex(call: Call) -> str | None:

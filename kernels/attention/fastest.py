@@ -9,7 +9,7 @@ import torch
 __all__ = ["TABLES", "Table", "fastest_first"]
 
 # By whether there is a window and whether documents are packed, then by head dim: backends, the fastest first. A row
-# ends with "sdpa", which serves all calls; slower ones are left out. So is xformers, an optional package: the choice
+# ends with "sdpa", which serves all calls but the largest; slower ones are left out. So is xformers, an optional package: the choice
 # must not depend on what is installed.
 Table = dict[tuple[bool, bool], dict[int, tuple[str, ...]]]
 
@@ -23,7 +23,7 @@ TABLES = {torch.bfloat16: _BFLOAT16, torch.float16: _BFLOAT16}
 
 
 def fastest_first(dtype: torch.dtype, head_dim: int, *, windowed: bool, packed: bool) -> tuple[str, ...]:
-    """Backends to try in this order on a CUDA device; the last one, "sdpa", serves every call.
+    """Backends to try in this order on a CUDA device; the last one is "sdpa".
 
     Args:
         dtype: of the values.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from zoo.kernels.attention import attention, document_ids, visible
 from zoo.kernels.attention.flex import find_blocks
@@ -161,8 +161,9 @@ def test_shapes_of_triton_without_values(dtype: torch.dtype, places: int) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shapes_of_triton_without_sizes(dtype: torch.dtype) -> None:
     """A graph may know none of them."""
+    any_size = StatelessSymbolicContext([DimDynamic.DYNAMIC] * 4)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        q, k, v = (mode.from_tensor(x.to(dtype)) for x in inputs(37).values())
+        q, k, v = (mode.from_tensor(x.to(dtype), symbolic_context=any_size) for x in inputs(37).values())
         _, lse = torch.ops.zoo.attention_triton(q, k, v, None, W, 0.3, True)
     assert [type(size) for size in lse.shape] == [torch.SymInt] * 3
 

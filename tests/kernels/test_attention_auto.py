@@ -155,6 +155,18 @@ def test_what_is_missing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("made_up")
+def test_more_numbers_than_int32_counts() -> None:
+    """PyTorch's kernels would be wrong."""
+    for kind, dtype in product(KINDS, (BF16, FP32)):
+        call = changed(dtype=dtype, windowed=kind[0], packed=kind[1], numel=2**31)
+        assert choose("auto", call) in ("triton", "flex")
+    assert choose("auto", changed(windowed=False, numel=2**31 - 1)) == "sdpa"
+    assert choose("auto", changed(device=CPU, numel=2**31)) == "sdpa"
+    with pytest.raises(ValueError, match=r"^impl: 'auto' needs at most 2\^31 - 1 numbers in .*, got 2147483648$"):
+        choose("auto", changed(dtype=FP64, numel=2**31))
+
+
+@pytest.mark.usefixtures("made_up")
 def test_masks_are_those_of_the_choice() -> None:
     for device, dtype, kind, dims in product((CPU, CUDA), DTYPES, KINDS, SIZES):
         call = Call(device, dtype, *dims, *kind)
