@@ -67,8 +67,8 @@ def attention(
             - "auto": in half precision on CUDA the fastest, as measured on an H200, of those that can serve the call;
               elsewhere "sdpa".
             - "sdpa": torch's scaled_dot_product_attention, on any device. With a window or packed documents it holds a
-              mask of every pair of tokens. On CUDA it refuses, like "flash" and "xformers", more than 2^31 - 1 numbers in
-              q, k or v, where gradients of PyTorch's kernels are wrong.
+              mask of every pair of tokens. On CUDA it refuses, like "flash" and "xformers", tensors of 2^31 numbers or
+              more, for which PyTorch's kernels give wrong gradients.
             - "flash": FlashAttention 2 as torch brings it (CUDA; bf16 or fp16; D = D_v, a multiple of 8 up to 256).
             - "flex": FlexAttention, compiled (CUDA; bf16, fp16 or fp32; D and D_v from 16 to 256).
             - "xformers": the package of that name, like "flash".

@@ -9,8 +9,8 @@ import torch
 __all__ = ["TABLES", "Table", "fastest_first"]
 
 # By whether there is a window and whether documents are packed, then by head dim: backends, the fastest first. A row
-# ends with "sdpa", which serves all calls but the largest; slower ones are left out. So is xformers, an optional package: the choice
-# must not depend on what is installed.
+# ends with "sdpa", which serves all calls but the largest; slower ones are left out. So is xformers, an optional
+# package: the choice must not depend on what is installed.
 Table = dict[tuple[bool, bool], dict[int, tuple[str, ...]]]
 
 _BFLOAT16: Table = {

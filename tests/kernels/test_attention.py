@@ -162,8 +162,9 @@ def test_shapes_of_triton_without_values(dtype: torch.dtype, places: int) -> Non
 def test_shapes_of_triton_without_sizes(dtype: torch.dtype) -> None:
     """A graph may know none of them."""
     any_size = StatelessSymbolicContext([DimDynamic.DYNAMIC] * 4)
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        q, k, v = (mode.from_tensor(x.to(dtype), symbolic_context=any_size) for x in inputs(37).values())
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    q, k, v = (mode.from_tensor(x.to(dtype), symbolic_context=any_size) for x in inputs(37).values())
+    with mode:
         _, lse = torch.ops.zoo.attention_triton(q, k, v, None, W, 0.3, True)
     assert [type(size) for size in lse.shape] == [torch.SymInt] * 3
 
