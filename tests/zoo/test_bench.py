@@ -295,7 +295,18 @@ def test_a_ranking_is_by_the_worst_case() -> None:
         kind | {"windowed": True, "slowdowns": {"flex": 3.0}},
     ]
     assert list(rank(rows[:4])[0]["slowdowns"]) == ["flex", "sdpa"]
-    assert rank(rows[7:9]) == [kind | {"windowed": True, "slowdowns": {"triton": 1.0}}]
+    assert rank(rows[6:7] + rows[8:9]) == [kind | {"windowed": True, "slowdowns": {"flex": 1.0, "triton": 1.1}}]
+    assert rank(rows[7:9]) == [kind | {"windowed": True, "slowdowns": {"triton": 1.0}}]  # without PyTorch's
+
+
+def test_a_ranking_is_relative_to_what_pytorch_brings() -> None:
+    times = {"sdpa": (2.0, 2.0), "cudnn": (1.0, 2.2), "triton": (0.5, 2.1), "xformers": (0.1, 2.6)}
+    rows = [
+        {"backend": backend, "length": 8, "window": None, "head_dim": 64, "layout": "dense", "correct": True}
+        | {"forward_ms": {"median": forward}, "forward_backward_ms": {"median": both}}
+        for backend, (forward, both) in times.items()
+    ]
+    assert rank(rows)[0]["slowdowns"] == {"triton": 1.05, "xformers": 1.3, "sdpa": 2.0}
 
 
 def test_reports_show_the_fastest_and_what_has_no_figures(tmp_path: Path) -> None:
@@ -320,7 +331,7 @@ def test_reports_show_the_fastest_and_what_has_no_figures(tmp_path: Path) -> Non
         shown = console.export_text()
         assert "…" not in shown, shown
         assert shown.count("layout") == tables + 1
-        assert "auto" not in shown.partition("as the fastest")[2].partition("At the length")[0]
+        assert "auto" not in shown.partition("PyTorch's fastest")[2].partition("At the length")[0]
         assert all(f"{text} / 9.000" in shown for text in ("1,536.000", "1,537.000", "3,072.000", "3,073.000"))
     report.plot(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

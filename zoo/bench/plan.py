@@ -9,10 +9,11 @@ from torch.nn.attention import SDPBackend
 
 from zoo import machine
 
-__all__ = ["BACKENDS", "FORCED", "LAYOUTS", "Cell", "Layout", "Plan", "make_plan", "visible_pairs"]
+__all__ = ["BACKENDS", "FORCED", "LAYOUTS", "PYTORCH", "Cell", "Layout", "Plan", "make_plan", "visible_pairs"]
 
 FORCED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}  # of those that sdpa has
 BACKENDS = ("auto", "sdpa", "cudnn", "sdpa-flash", "flash", "flex", "xformers", "triton")
+PYTORCH = ("sdpa", *FORCED, "flash", "flex")  # what PyTorch brings
 Layout = Literal["dense", "packed"]
 LAYOUTS: tuple[Layout, ...] = ("dense", "packed")
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from zoo.bench.plan import FORCED
+from zoo.bench.plan import FORCED, PYTORCH
 
 __all__ = ["rank"]
 
@@ -13,15 +13,18 @@ _STEPS = ("forward_ms", "forward_backward_ms")
 
 
 def rank(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The backends of each kind of call, in order of the worst time relative to the fastest, over lengths and windows.
+    """The backends of each kind of call, in order of the worst time relative to PyTorch, over lengths and windows.
+
+    So the first one is never much slower than the best that there is without this library.
 
     Args:
         rows: of `zoo.bench.measure.run_plan`.
 
     Returns:
         One mapping per kind of call: ``head_dim``, ``layout``, ``windowed``, and ``slowdowns``, by backend: how many
-        times as long as the fastest of all it took at the length and window, forward or with the backward, where that
-        is most. Those that could not serve every call, or were wrong, are left out, and so is "auto".
+        times as long as the fastest of PyTorch's (or of all, if none of these could) it took at the length and window,
+        forward or with the backward, where that is most. Those that could not serve every call, or were wrong, are left
+        out, and so is "auto".
     """
     kinds: dict[tuple[int, str, bool], list[Row]] = {}
     for row in rows:
@@ -42,8 +45,9 @@ def _slowdowns(rows: list[Row]) -> dict[str, float]:
     for found in calls.values():
         right = {name: row for name, row in found.items() if row.get("correct")}
         for step in _STEPS:
-            fastest = min((row[step]["median"] for row in right.values()), default=0.0)
+            measures = {name: row for name, row in right.items() if name in PYTORCH} or right
+            fastest = min((row[step]["median"] for row in measures.values()), default=0.0)
             for name, row in right.items():
-                worst[name] = max(worst.get(name, 1.0), row[step]["median"] / fastest)
+                worst[name] = max(worst.get(name, 0.0), row[step]["median"] / fastest)
     served = {name for name in worst if all(found.get(name, {}).get("correct") for found in calls.values())}
     return {name: round(worst[name], 3) for name in sorted(served - set(FORCED), key=lambda name: (worst[name], name))}

@@ -18,14 +18,14 @@ Row = dict[str, Any]
 _KEYS = ("length", "window", "head_dim", "layout")
 _HEADS = ("T", "window", "D", "layout")
 _TIMES = ("forward_ms", "forward_backward_ms")
-_LEFT = ("layout", "times as long as the fastest")  # columns of words
+_LEFT = ("layout", "times as long as PyTorch's fastest")  # columns of words
 _CAPTION = (
     "Milliseconds of the forward / of forward and backward, medians; bold: the fastest of a line. "
     "-: skipped, failed: an error, both with the reason in the JSON; wrong: far from the reference."
 )
 _RANKING = (
-    "At the length and window, forward or with the backward, where that is most. Left out: auto, and what could not "
-    "serve every call."
+    "At the length and window, forward or with the backward, where that is most; PyTorch's: sdpa with its kernels, "
+    "flash, flex. Left out: auto, and what could not serve every call."
 )
 
 
