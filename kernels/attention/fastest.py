@@ -1,7 +1,8 @@
 """Which backend is fastest, as measured: what "auto" goes by.
 
 The tables are the rankings of benchmarks/attention_h200_*.json, where a call's backends stand in the order of their
-worst times, relative to PyTorch's best. After each new benchmark they are written anew by hand; the test that compares them shows what to write.
+worst times, relative to PyTorch's best. After each new benchmark they are written anew by hand; the test that compares
+them shows what to write.
 """
 
 import torch

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from comparing import LAYOUTS, assert_equal, assert_near_or_zero
 from torch import Tensor
 
@@ -26,6 +28,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 and a process of its own", allow_module_level=True)
 
 from zoo.kernels.attention.launch import attention_backward, attention_forward
+from zoo.kernels.attention.triton.tiles import blocks_of_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LEAVES = ("q", "k", "v")
@@ -388,3 +391,28 @@ def test_stays_inside_its_memory(save: bool, pieces: tuple[int, ...] | None, mon
     if pieces in (None, PIECES):
         expected = reference(x, grad_o, 40)
         assert_near_or_zero(actual, expected if save else {"o": expected["o"]}, 1e-5)
+
+
+@triton.jit
+def blocks_of_keys_kernel(found, row, window, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr):
+    first, whole, whole_end, end = blocks_of_keys(row, window, ROWS, KEYS, WINDOWED)
+    tl.store(found, first)
+    tl.store(found + 1, whole)
+    tl.store(found + 2, whole_end)
+    tl.store(found + 3, end)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 31, 33, 48, 100])
+@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (16, 32), (32, 32)])
+def test_blocks_of_keys_that_rows_see(rows: int, keys: int, window: int | None) -> None:
+    """None is left out, and only of those between the bounds does every row see all."""
+    found = torch.empty(4, dtype=torch.int32, device=DEVICE)
+    for row in range(0, 8 * rows, rows):
+        blocks_of_keys_kernel[1,](found, row, window or FAR_AWAY, rows, keys, window is not None)
+        first, whole, whole_end, end = found.tolist()
+        assert end == -(-(row + rows) // keys)
+        for block in range(end):
+            lag = torch.arange(row, row + rows)[:, None] - torch.arange(block * keys, (block + 1) * keys)
+            seen = (lag >= 0) & (lag < (window or FAR_AWAY))
+            assert block >= first or not seen.any(), (row, block)
+            assert not whole <= block < whole_end or seen.all(), (row, block)
