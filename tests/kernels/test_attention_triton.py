@@ -406,9 +406,10 @@ def blocks_of_keys_kernel(found, row, window, ROWS: tl.constexpr, KEYS: tl.const
 @pytest.mark.parametrize(("rows", "keys"), [(16, 16), (16, 32), (32, 32)])
 def test_blocks_of_keys_that_rows_see(rows: int, keys: int, window: int | None) -> None:
     """None is left out, and only of those between the bounds does every row see all."""
+    kernel: Any = blocks_of_keys_kernel
     found = torch.empty(4, dtype=torch.int32, device=DEVICE)
     for row in range(0, 8 * rows, rows):
-        blocks_of_keys_kernel[1,](found, row, window or FAR_AWAY, rows, keys, window is not None)
+        kernel[1,](found, row, window or FAR_AWAY, rows, keys, window is not None)
         first, whole, whole_end, end = found.tolist()
         assert end == -(-(row + rows) // keys)
         for block in range(end):
