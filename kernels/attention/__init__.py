@@ -49,8 +49,8 @@ def attention(
 ) -> Tensor:
     """Causal attention o_t = sum_i softmax_i(scale * q_t . k_i) v_i over the keys i <= t that t sees.
 
-    Hidden values are multiplied by 0, which does not stop inf or NaN: these spread to earlier tokens and to other
-    documents of a packed row.
+    What is hidden is multiplied by 0, which does not stop inf or NaN: in q, k, v or the upstream gradient of a token
+    these may spread to outputs and gradients of others, also of other documents of a packed row.
 
     Args:
         q: [B, T, H, D].
@@ -59,21 +59,21 @@ def attention(
         window: number of visible keys, the token itself included; None for all.
         cu_seqlens: [N + 1] integers, 0 first and T last, when B = 1 row holds N packed documents.
         mask: what `attention_mask` made for this window and these documents, when the caller has it already (one for
-            all layers). Or any bool [B or 1, 1, T, T_k], True where visible, for "sdpa" and "reference": then
-            the number of keys T_k is free. ``window`` and ``cu_seqlens`` must not be given with it.
+            all layers). Or any bool [B or 1, 1, T, T_k], True where visible, for "sdpa" and "reference": it alone
+            says what is visible, and k and v have T_k tokens. ``window`` and ``cu_seqlens`` must not be given with it.
         scale: factor of the logits, positive; D^-1/2 if None.
         impl: the backend; an explicit choice never falls back.
 
             - "auto": in half precision on CUDA the fastest, as measured on an H200, of those that can serve the call;
-              elsewhere "sdpa".
+              elsewhere "sdpa", but what that refuses goes to "triton".
             - "sdpa": torch's scaled_dot_product_attention, on any device. With a window or packed documents it holds a
               mask of every pair of tokens. On CUDA it refuses, like "flash" and "xformers", tensors of 2^31 numbers or
-              more, for which PyTorch's kernels give wrong gradients.
+              more (with a key/value head for each query head), for which PyTorch's kernels give wrong gradients.
             - "flash": FlashAttention 2 as torch brings it (CUDA; bf16 or fp16; D = D_v, a multiple of 8 up to 256).
             - "flex": FlexAttention, compiled (CUDA; bf16, fp16 or fp32; D and D_v from 16 to 256).
             - "xformers": the package of that name, like "flash".
             - "triton": this library's kernels (CUDA; bf16, fp16 or fp32; D and D_v up to 256; 227 KiB of shared memory,
-              as Hopper has). Its gradients have none themselves, like those of "xformers".
+              as Hopper has). No second derivatives, like "xformers".
             - "reference": every weight, in float32 or float64.
 
     Returns:
@@ -90,7 +90,7 @@ def attention(
     window = None if window is None else min(window, WIDEST)
     q, k = q.to(v.dtype), k.to(v.dtype)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    numel = max(q.numel(), k.numel(), v.numel())
+    numel = q.shape[0] * max(q.shape[1], k.shape[1]) * q.shape[2] * max(q.shape[3], v.shape[3])
     call = _call((q.shape[-1], v.shape[-1]), v.device, v.dtype, window, cu_seqlens, numel)
     backend = choose(_fit(impl, mask), call)
     if backend == "triton":
@@ -123,6 +123,8 @@ def attention_mask(
     impl: str = "auto",
 ) -> Mask | None:
     """What `attention` would make in each call to know what is visible, made once for all layers.
+
+    It does not know how large the calls are: "auto" is here what it is for all but the largest.
 
     Args:
         seq_len: T.

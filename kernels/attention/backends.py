@@ -30,7 +30,7 @@ class Call(NamedTuple):
         value_dim: D_v.
         windowed: whether there is a window.
         packed: whether documents are packed.
-        numel: of the largest of q, k and v.
+        numel: of the largest of q, k, v and o, with a key/value head for each query head.
     """
 
     device: torch.device
@@ -106,7 +106,7 @@ def _missing(backend: str, call: Call) -> str | None:
         if missing is not None or backend == "flex":
             return missing
     if on_cuda and call.numel > _INT32:
-        return f"at most 2^31 - 1 numbers in each of q, k and v on CUDA, got {call.numel}"
+        return f"at most 2^31 - 1 numbers in each tensor on CUDA, got {call.numel} with all heads"
     return None
 
 

@@ -36,6 +36,7 @@ SHARED_MEMORY = 228 * 1024  # of a multiprocessor of Hopper
 REGISTERS = 1 << 16  # of the same
 RESERVED = 1024  # bytes of shared memory beside those of a program
 PROGRAMS = {"attention_kernel": 1, "row_gradients_kernel": 2, "key_gradients_kernel": 1}  # at once on a multiprocessor
+READERS = {"attention_kernel": 2, "row_gradients_kernel": 1, "key_gradients_kernel": 2}  # groups of warps of a program
 
 
 class CompilerDriver:
@@ -151,18 +152,23 @@ def test_upstream_gradients_are_to_be_aligned() -> None:
 
 
 def check_epilogue(name: str, ttgir: str) -> None:
-    """Between its last products and what it puts into shared memory then, a program's warps wait for each other."""
-    *_, after_products = ttgir.split("warp_group_dot_wait")
-    before_store, *stores = after_products.split("tt.store")
-    assert stores, name
-    assert re.search(r"barrier.*convert_layout", before_store, re.DOTALL), name
+    """Between their last products and what they put into shared memory then, warps wait for each other."""
+    groups = [part for part in re.split(r"\bdefault \{|\bpartition\d+\(", ttgir) if "warp_group_dot_wait" in part]
+    assert len(groups) == READERS[name]
+    for group in groups:
+        *_, after_products = group.split("warp_group_dot_wait")
+        before_store, *stores = after_products.split("tt.store")
+        assert stores, name
+        assert re.search(r"barrier.*convert_layout", before_store, re.DOTALL), name
 
 
 def check_arrivals(name: str, ptx: str) -> None:
-    """Before one warp says that all are done with something, they wait for each other."""
-    barriers = re.findall(r"(?:bar\.|mbarrier\.arrive\.shared|mbarrier\.\w+\.parity|wgmma\.)\S*", ptx)
-    for before, barrier in pairwise(barriers):
-        assert not barrier.startswith("mbarrier.arrive") or before.startswith("bar."), f"{name}: {before}, {barrier}"
+    """Before one of several warps says that all are done with something, they wait for each other."""
+    barriers = re.findall(r"bar\.(?:warp\.)?sync|mbarrier\.arrive\.shared|mbarrier\.\w+\.parity|wgmma\.\w+", ptx)
+    before = [previous for previous, barrier in pairwise(barriers) if barrier == "mbarrier.arrive.shared"]
+    alone = [each for each in before if each != "bar.sync"]
+    assert alone == ["bar.warp.sync"] * len(alone), f"{name}: {alone}"
+    assert len(alone) == (2 if before else 0), name  # the warp that loads, of another turn and of the end
 
 
 def check_loops(name: str, code: str) -> None:

@@ -395,7 +395,7 @@ def test_stays_inside_its_memory(save: bool, pieces: tuple[int, ...] | None, mon
 
 @triton.jit
 def blocks_of_keys_kernel(found, row, window, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr):
-    first, whole, whole_end, end = blocks_of_keys(row, window, ROWS, KEYS, WINDOWED)
+    first, whole, whole_end, end = blocks_of_keys(row, window, ROWS, KEYS, WINDOWED)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(found, first)
     tl.store(found + 1, whole)
     tl.store(found + 2, whole_end)

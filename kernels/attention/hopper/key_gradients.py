@@ -3,7 +3,7 @@
     dP_ti = do_t . v_i      dS_ti = P_ti (dP_ti - do_t . o_t)      dk = scale dS^T q      dv = P^T do
 
 See `turns`. Products stand keys first: then the weights are where the products with them need them. P is made from its
-products while those of dP are under way, and those of dk and dv run into the next block of rows.
+products while those of dP are under way, and dS while those of dv are.
 """
 
 from triton.experimental import gluon

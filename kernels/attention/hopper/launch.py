@@ -20,7 +20,7 @@ from zoo.kernels.attention.launch import Batch
 
 __all__ = ["forward", "key_gradients", "row_gradients"]
 
-FORWARD_STAGES, KEY_STAGES = 2, 4
+_FORWARD_STAGES, _KEY_STAGES = 2, 4  # as many blocks of 128 keys, and of 64 rows, as shared memory has room for
 _SWIZZLE = 128  # bytes
 _NARROWEST = 64  # columns of a block: with 32 the compiler lets no two products run at once
 
@@ -28,7 +28,7 @@ _NARROWEST = 64  # columns of a block: with 32 the compiler lets no two products
 def forward(x: Batch, o: Tensor, lse: Tensor | None) -> None:
     """Write o [B, T, H, D_v] and, if wanted, the log-sum-exp [B, H, P]."""
     grid, numbers = _turns(x, x.heads)
-    attention_kernel[grid](*_inputs(x, KEYS.value), x.blocks, o, lse, *numbers, **_sizes(x), STAGES=FORWARD_STAGES)
+    attention_kernel[grid](*_inputs(x, KEYS.value), x.blocks, o, lse, *numbers, **_sizes(x), STAGES=_FORWARD_STAGES)
 
 
 def row_gradients(x: Batch, o: Tensor, lse: Tensor, grad_o: Tensor, totals: Tensor, grad_q: Tensor) -> None:
@@ -61,7 +61,7 @@ def key_gradients(x: Batch, lse: Tensor, grad_o: Tensor, totals: Tensor, grad_k:
     grad = _describe(x, grad_o, _blocks(x)[1])
     sums = map(_describe_numbers, (lse, totals))
     key_gradients_kernel[grid](
-        *_inputs(x), grad, *sums, x.blocks, grad_k, grad_v, *numbers, **_sizes(x), KEY_DIM=x.key_dim, STAGES=KEY_STAGES
+        *_inputs(x), grad, *sums, x.blocks, grad_k, grad_v, *numbers, **_sizes(x), KEY_DIM=x.key_dim, STAGES=_KEY_STAGES
     )
 
 
