@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from zoo.kernels.attention.hopper.tiles import (
     ROW_BYTES,
     TILE,
+    WARPS,
     arrived,
     expect,
     free,
@@ -66,20 +67,19 @@ def blocks_of_turn(row, length, window, WINDOWED: gl.constexpr):
 def load(
     shared,
     call,
-    counter,
     num_turns,
+    counter,
     sources,
     HEADS: gl.constexpr,
     REPEAT: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_V: gl.constexpr,
-    STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
     """What one warp does: it draws turns, and loads for them."""
     turns, rings, filled, emptied = shared
     q, k, v = sources
     q_ring, k_ring, v_ring = rings
+    BLOCK_K: gl.constexpr = k_ring.shape[4]
+    BLOCK_V: gl.constexpr = v_ring.shape[4]
     q_filled, k_filled, v_filled = filled
     q_emptied, k_emptied, v_emptied = emptied
     taken = 0  # turns
@@ -94,17 +94,17 @@ def load(
             first, end = blocks_of_turn(row, length, call[3], WINDOWED)
             for reader in gl.static_range(READERS):
                 at_rows = taken * READERS + reader
-                wait_until_free(q_emptied, at_rows, READERS)
-                expect(q_filled, at_rows, True, ROW_BYTES * BLOCK_K, READERS)
-                send(q, q_ring, q_filled, at_rows, head, batch, document + row + reader * TILE, True, READERS)
+                wait_until_free(q_emptied, at_rows)
+                expect(q_filled, at_rows, True, ROW_BYTES * BLOCK_K)
+                send(q, q_ring, q_filled, at_rows, head, batch, document + row + reader * TILE, True)
             for j in range(first, end):
                 key = document + j * KEYS
-                wait_until_free(k_emptied, n, STAGES)
-                expect(k_filled, n, True, 2 * ROW_BYTES * BLOCK_K, STAGES)
-                send(k, k_ring, k_filled, n, head // REPEAT, batch, key, True, STAGES)
-                wait_until_free(v_emptied, n, STAGES)
-                expect(v_filled, n, True, 2 * ROW_BYTES * BLOCK_V, STAGES)
-                send(v, v_ring, v_filled, n, head // REPEAT, batch, key, True, STAGES)
+                wait_until_free(k_emptied, n)
+                expect(k_filled, n, True, 2 * ROW_BYTES * BLOCK_K)
+                send(k, k_ring, k_filled, n, head // REPEAT, batch, key, True)
+                wait_until_free(v_emptied, n)
+                expect(v_filled, n, True, 2 * ROW_BYTES * BLOCK_V)
+                send(v, v_ring, v_filled, n, head // REPEAT, batch, key, True)
                 n += 1
                 if j == first:  # while the readers have something to do
                     following = draw(counter)
@@ -125,19 +125,17 @@ def read(
     outputs,
     HEADS: gl.constexpr,
     VALUE_DIM: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_V: gl.constexpr,
-    STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
     """What four warps do: for each turn the output of 64 rows, and the log-sum-exp of each to the base 2."""
+    turns, rings, filled, emptied = shared
+    o, lse = outputs
+    q_ring, k_ring, v_ring = rings
+    BLOCK_V: gl.constexpr = v_ring.shape[4]
     PRODUCTS: gl.constexpr = product_layout(KEYS)
     OUTPUT: gl.constexpr = product_layout(BLOCK_V)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=2)
     O_ROW: gl.constexpr = HEADS * VALUE_DIM
-    turns, rings, filled, emptied = shared
-    o, lse = outputs
-    q_ring, k_ring, v_ring = rings
     q_filled, k_filled, v_filled = filled
     q_emptied, k_emptied, v_emptied = emptied
     keys_filled, keys_emptied = (k_filled, v_filled), (k_emptied, v_emptied)
@@ -152,18 +150,18 @@ def read(
         at = before - first_of_turn  # which a block's number is added to
         row = first_row + READER * TILE
         at_rows = taken * READERS + READER
-        query = arrived(q_ring, q_filled, at_rows, BLOCK_K, READERS)
+        query = arrived(q_ring, q_filled, at_rows)
         if row < length:
             first, whole, whole_end, end = blocks_of_keys(row, window, TILE, KEYS, WINDOWED)
-            pass_over(keys_filled, keys_emptied, before, at + first, STAGES)
+            pass_over(keys_filled, keys_emptied, before, at + first)
             rows = row + gl.arange(0, TILE, layout=gl.SliceLayout(1, PRODUCTS))
             column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, PRODUCTS))
             largest = gl.full([TILE], float("-inf"), gl.float32, layout=gl.SliceLayout(1, PRODUCTS))
             total = gl.zeros([TILE], gl.float32, layout=gl.SliceLayout(1, PRODUCTS))
             output = gl.zeros([TILE, BLOCK_V], gl.float32, layout=OUTPUT)
-            products = start_product(query, arrived(k_ring, k_filled, at + first, BLOCK_K, STAGES, KEYS), KEYS)
+            products = start_product(query, arrived(k_ring, k_filled, at + first))
             products = warpgroup_mma_wait(0, deps=[products])
-            free(k_emptied, at + first, STAGES)
+            free(k_emptied, at + first)
             masked = (first < whole) | (first >= whole_end)
             weights, largest, total, correction = weigh(
                 products, largest, total, factor, rows, first * KEYS + column, window, masked, WINDOWED
@@ -171,24 +169,24 @@ def read(
             weights = gl.convert_layout(weights.to(v_ring.dtype), WEIGHTS)
             for j in range(first + 1, end):
                 n = at + j
-                products = start_product(query, arrived(k_ring, k_filled, n, BLOCK_K, STAGES, KEYS), KEYS)
-                value = arrived(v_ring, v_filled, n - 1, BLOCK_V, STAGES, KEYS)
+                products = start_product(query, arrived(k_ring, k_filled, n))
+                value = arrived(v_ring, v_filled, n - 1)
                 output = warpgroup_mma(weights, value, output, is_async=True)
                 products = warpgroup_mma_wait(1, deps=[products])
-                free(k_emptied, n, STAGES)
+                free(k_emptied, n)
                 masked = (j < whole) | (j >= whole_end)
                 next_weights, largest, total, correction = weigh(
                     products, largest, total, factor, rows, j * KEYS + column, window, masked, WINDOWED
                 )
                 output = warpgroup_mma_wait(0, deps=[output])
-                free(v_emptied, n - 1, STAGES)
+                free(v_emptied, n - 1)
                 output = output * gl.convert_layout(correction, gl.SliceLayout(1, OUTPUT))[:, None]
                 weights = gl.convert_layout(next_weights.to(v_ring.dtype), WEIGHTS)
-            free(q_emptied, at_rows, READERS)
-            value = arrived(v_ring, v_filled, at + end - 1, BLOCK_V, STAGES, KEYS)
+            free(q_emptied, at_rows)
+            value = arrived(v_ring, v_filled, at + end - 1)
             output = warpgroup_mma(weights, value, output, is_async=True)
             output = warpgroup_mma_wait(0, deps=[output])
-            free(v_emptied, at + end - 1, STAGES)
+            free(v_emptied, at + end - 1)
 
             output = output / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
             token = (at_head // HEADS).to(gl.int64) * call[1] + document
@@ -197,10 +195,10 @@ def read(
                 log_sum = gl.where(rows < length, largest + gl.log2(total), float("inf"))
                 place = (at_head.to(gl.int64) * call[2] + number) * ROWS
                 gl.store(lse + place + (rows - first_row), log_sum)
-            pass_over(keys_filled, keys_emptied, at + end, at + end_of_turn, STAGES)
+            pass_over(keys_filled, keys_emptied, at + end, at + end_of_turn)
         else:
-            free(q_emptied, at_rows, READERS)
-            pass_over(keys_filled, keys_emptied, before, at + end_of_turn, STAGES)
+            free(q_emptied, at_rows)
+            pass_over(keys_filled, keys_emptied, before, at + end_of_turn)
         before = at + end_of_turn
         taken += 1
         turn = take(turns, taken)
@@ -243,10 +241,10 @@ def attention_kernel(
     sources = q, k, v
     gl.warp_specialize(
         [
-            (read, (0, shared, call, num_turns, scale, results, HEADS, VALUE_DIM, BLOCK_K, BLOCK_V, STAGES, WINDOWED)),
-            (read, (1, shared, call, num_turns, scale, results, HEADS, VALUE_DIM, BLOCK_K, BLOCK_V, STAGES, WINDOWED)),
-            (load, (shared, call, counter, num_turns, sources, HEADS, REPEAT, BLOCK_K, BLOCK_V, STAGES, WINDOWED)),
+            (read, (0, shared, call, num_turns, scale, results, HEADS, VALUE_DIM, WINDOWED)),
+            (read, (1, shared, call, num_turns, scale, results, HEADS, VALUE_DIM, WINDOWED)),
+            (load, (shared, call, num_turns, counter, sources, HEADS, REPEAT, WINDOWED)),
         ],
-        [4, 1],
+        [WARPS, 1],
         [READER_REGISTERS, LOADER_REGISTERS],
     )

@@ -18,6 +18,7 @@ from zoo.kernels.attention.hopper.tiles import (
     NUMBER_BYTES,
     ROW_BYTES,
     TILE,
+    WARPS,
     arrived,
     expect,
     free,
@@ -30,6 +31,7 @@ from zoo.kernels.attention.hopper.tiles import (
     start_product,
     store_tile,
     wait_for_all,
+    wait_until_filled,
     wait_until_free,
 )
 from zoo.kernels.attention.hopper.turns import (
@@ -60,20 +62,19 @@ def blocks_of_turn(key, length, window, WINDOWED: gl.constexpr):
 def load(
     shared,
     call,
-    counter,
     num_turns,
+    counter,
     sources,
     HEADS: gl.constexpr,
     REPEAT: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_V: gl.constexpr,
-    STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
     """What one warp does: it draws turns, and loads for them."""
     turns, rings, filled, emptied = shared
     q, k, v, grad, lse, totals = sources
     q_ring, k_ring, v_ring, grad_ring, lse_ring, totals_ring = rings
+    BLOCK_K: gl.constexpr = k_ring.shape[4]
+    BLOCK_V: gl.constexpr = v_ring.shape[4]
     k_filled, q_filled, grad_filled = filled
     k_emptied, rows_emptied = emptied
     GROUPS: gl.constexpr = HEADS // REPEAT
@@ -90,23 +91,23 @@ def load(
             for reader in gl.static_range(READERS):
                 at_keys = taken * READERS + reader
                 start = document + key + reader * TILE
-                wait_until_free(k_emptied, at_keys, READERS)
-                expect(k_filled, at_keys, True, ROW_BYTES * (BLOCK_K + BLOCK_V), READERS)
-                send(k, k_ring, k_filled, at_keys, group, batch, start, True, READERS)
-                send(v, v_ring, k_filled, at_keys, group, batch, start, True, READERS)
+                wait_until_free(k_emptied, at_keys)
+                expect(k_filled, at_keys, True, ROW_BYTES * (BLOCK_K + BLOCK_V))
+                send(k, k_ring, k_filled, at_keys, group, batch, start, True)
+                send(v, v_ring, k_filled, at_keys, group, batch, start, True)
             for repeat in range(REPEAT):
                 head = group * REPEAT + repeat
                 at_head = at_group * REPEAT + repeat
                 for i in range(first, end):
                     row = i * TILE
                     place = number * ROWS - key + row
-                    wait_until_free(rows_emptied, n, STAGES)
-                    expect(q_filled, n, True, ROW_BYTES * BLOCK_K + NUMBER_BYTES, STAGES)
-                    send(q, q_ring, q_filled, n, head, batch, document + row, True, STAGES)
-                    send_numbers(lse, lse_ring, q_filled, n, at_head, place, True, STAGES)
-                    expect(grad_filled, n, True, ROW_BYTES * BLOCK_V + NUMBER_BYTES, STAGES)
-                    send(grad, grad_ring, grad_filled, n, head, batch, document + row, True, STAGES)
-                    send_numbers(totals, totals_ring, grad_filled, n, at_head, place, True, STAGES)
+                    wait_until_free(rows_emptied, n)
+                    expect(q_filled, n, True, ROW_BYTES * BLOCK_K + NUMBER_BYTES)
+                    send(q, q_ring, q_filled, n, head, batch, document + row, True)
+                    send_numbers(lse, lse_ring, q_filled, n, at_head, place, True)
+                    expect(grad_filled, n, True, ROW_BYTES * BLOCK_V + NUMBER_BYTES)
+                    send(grad, grad_ring, grad_filled, n, head, batch, document + row, True)
+                    send_numbers(totals, totals_ring, grad_filled, n, at_head, place, True)
                     n += 1
             following = draw(counter)
             taken += 1
@@ -128,21 +129,21 @@ def read(
     REPEAT: gl.constexpr,
     KEY_DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_V: gl.constexpr,
-    STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
     """What four warps do: for each turn dk and dv of 64 keys, from the query heads that read them."""
+    turns, rings, filled, emptied = shared
+    grad_k, grad_v = outputs
+    q_ring, k_ring, v_ring, grad_ring, lse_ring, totals_ring = rings
+    BLOCK_K: gl.constexpr = k_ring.shape[4]
+    BLOCK_V: gl.constexpr = v_ring.shape[4]
+    STAGES: gl.constexpr = lse_ring.shape[0]
     PRODUCTS: gl.constexpr = product_layout(TILE)
     KEY_GRADIENT: gl.constexpr = product_layout(BLOCK_K)
     VALUE_GRADIENT: gl.constexpr = product_layout(BLOCK_V)
     GROUPS: gl.constexpr = HEADS // REPEAT
     K_OUT: gl.constexpr = GROUPS * KEY_DIM
     V_OUT: gl.constexpr = GROUPS * VALUE_DIM
-    turns, rings, filled, emptied = shared
-    grad_k, grad_v = outputs
-    q_ring, k_ring, v_ring, grad_ring, lse_ring, totals_ring = rings
     k_filled, q_filled, grad_filled = filled
     k_emptied, rows_emptied = emptied
     rows_filled = q_filled, grad_filled
@@ -163,16 +164,16 @@ def read(
             keys = own_key + gl.arange(0, TILE, layout=gl.SliceLayout(1, PRODUCTS))
             grad_key = gl.zeros([TILE, BLOCK_K], gl.float32, layout=KEY_GRADIENT)
             grad_value = gl.zeros([TILE, BLOCK_V], gl.float32, layout=VALUE_GRADIENT)
-            key = arrived(k_ring, k_filled, at_keys, BLOCK_K, READERS)
-            value = arrived(v_ring, k_filled, at_keys, BLOCK_V, READERS)
+            key = arrived(k_ring, k_filled, at_keys)
+            value = arrived(v_ring, k_filled, at_keys)
             for repeat in range(REPEAT):
                 at = before + repeat * each - first_of_turn  # which a block's number is added to
-                pass_over(rows_filled, (rows_emptied,), at + first_of_turn, at + first, STAGES)
+                pass_over(rows_filled, (rows_emptied,), at + first_of_turn, at + first)
                 for i in range(first, end):
                     n = at + i
-                    query = arrived(q_ring, q_filled, n, BLOCK_K, STAGES)
+                    query = arrived(q_ring, q_filled, n)
                     products = start_product(key, query)
-                    grad_rows = arrived(grad_ring, grad_filled, n, BLOCK_V, STAGES)
+                    grad_rows = arrived(grad_ring, grad_filled, n)
                     grad_weights = start_product(value, grad_rows)
                     products = warpgroup_mma_wait(1, deps=[products])
                     log_sum = lse_ring.index(n % STAGES).load(PRODUCTS)
@@ -189,17 +190,17 @@ def read(
                     operand = gl.convert_layout(grad_logits, gl.DotOperandLayout(0, KEY_GRADIENT, 2))
                     grad_key = warpgroup_mma(operand, query, grad_key, is_async=True)
                     grad_key, grad_value = warpgroup_mma_wait(0, deps=[grad_key, grad_value])
-                    free(rows_emptied, n, STAGES)
-                pass_over(rows_filled, (rows_emptied,), at + end, at + end_of_turn, STAGES)
-            free(k_emptied, at_keys, READERS)
+                    free(rows_emptied, n)
+                pass_over(rows_filled, (rows_emptied,), at + end, at + end_of_turn)
+            free(k_emptied, at_keys)
             token = (at_group // GROUPS).to(gl.int64) * call[1] + document
             group = at_group % GROUPS
             store_tile(grad_k + group * KEY_DIM, grad_key * scale, token, own_key, length, K_OUT, KEY_DIM, BLOCK_K)
             store_tile(grad_v + group * VALUE_DIM, grad_value, token, own_key, length, V_OUT, VALUE_DIM, BLOCK_V)
         else:
-            arrived(k_ring, k_filled, at_keys, BLOCK_K, READERS)
-            free(k_emptied, at_keys, READERS)
-            pass_over(rows_filled, (rows_emptied,), before, before + REPEAT * each, STAGES)
+            wait_until_filled(k_filled, at_keys)
+            free(k_emptied, at_keys)
+            pass_over(rows_filled, (rows_emptied,), before, before + REPEAT * each)
         before += REPEAT * each
         taken += 1
         turn = take(turns, taken)
@@ -248,46 +249,10 @@ def key_gradients_kernel(
     sources = q, k, v, grad, lse, totals
     gl.warp_specialize(
         [
-            (
-                read,
-                (
-                    0,
-                    shared,
-                    call,
-                    num_turns,
-                    scale,
-                    results,
-                    HEADS,
-                    REPEAT,
-                    KEY_DIM,
-                    VALUE_DIM,
-                    BLOCK_K,
-                    BLOCK_V,
-                    STAGES,
-                    WINDOWED,
-                ),
-            ),
-            (
-                read,
-                (
-                    1,
-                    shared,
-                    call,
-                    num_turns,
-                    scale,
-                    results,
-                    HEADS,
-                    REPEAT,
-                    KEY_DIM,
-                    VALUE_DIM,
-                    BLOCK_K,
-                    BLOCK_V,
-                    STAGES,
-                    WINDOWED,
-                ),
-            ),
-            (load, (shared, call, counter, num_turns, sources, HEADS, REPEAT, BLOCK_K, BLOCK_V, STAGES, WINDOWED)),
+            (read, (0, shared, call, num_turns, scale, results, HEADS, REPEAT, KEY_DIM, VALUE_DIM, WINDOWED)),
+            (read, (1, shared, call, num_turns, scale, results, HEADS, REPEAT, KEY_DIM, VALUE_DIM, WINDOWED)),
+            (load, (shared, call, num_turns, counter, sources, HEADS, REPEAT, WINDOWED)),
         ],
-        [4, 1],
+        [WARPS, 1],
         [READER_REGISTERS, LOADER_REGISTERS],
     )

@@ -32,6 +32,7 @@ __all__ = [
     "start_product",
     "store_tile",
     "wait_for_all",
+    "wait_until_filled",
     "wait_until_free",
 ]
 
@@ -65,34 +66,46 @@ def make_ring(x, BLOCK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr =
 
 
 @gluon.jit
-def expect(barriers, n, exists, BYTES: gl.constexpr, STAGES: gl.constexpr):
+def expect(barriers, n, exists, BYTES: gl.constexpr):
     """So many bytes will arrive with the n-th block, if it exists; known before all warps wait for each other."""
+    STAGES: gl.constexpr = barriers.shape[0]
     mbarrier.expect(barriers.index(n % STAGES), BYTES, pred=exists)
 
 
 @gluon.jit
-def send(x, ring, barriers, n, head, batch, row, exists, STAGES: gl.constexpr):
+def send(x, ring, barriers, n, head, batch, row, exists):
     """The n-th block is on its way, if it exists: rows from `row` on of a head and a row of the batch."""
+    STAGES: gl.constexpr = barriers.shape[0]
     barrier = barriers.index(n % STAGES)
     tma.async_copy_global_to_shared(x, [head, batch, row, 0], barrier, ring.index(n % STAGES), pred=exists)
 
 
 @gluon.jit
-def arrived(ring, barriers, n, BLOCK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr = TILE):
-    """The n-th block [ROWS, BLOCK], once it is there."""
+def wait_until_filled(barriers, n):
+    """Until the n-th block is there."""
+    STAGES: gl.constexpr = barriers.shape[0]
     mbarrier.wait(barriers.index(n % STAGES), (n // STAGES) & 1)
-    return ring.index(n % STAGES).reshape([ROWS, BLOCK])
 
 
 @gluon.jit
-def free(barriers, n, STAGES: gl.constexpr, exists=True):
-    """This group of warps is done with the n-th block, if it exists."""
-    mbarrier.arrive(barriers.index(n % STAGES), count=1, pred=exists)
+def arrived(ring, barriers, n):
+    """The n-th block [rows, columns], once it is there."""
+    STAGES: gl.constexpr = barriers.shape[0]
+    wait_until_filled(barriers, n)
+    return ring.index(n % STAGES).reshape([ring.shape[3], ring.shape[4]])
 
 
 @gluon.jit
-def wait_until_free(barriers, n, STAGES: gl.constexpr):
+def free(barriers, n):
+    """This group of warps is done with the n-th block."""
+    STAGES: gl.constexpr = barriers.shape[0]
+    mbarrier.arrive(barriers.index(n % STAGES), count=1)
+
+
+@gluon.jit
+def wait_until_free(barriers, n):
     """Until every group of warps is done with what lay at the n-th block's place before."""
+    STAGES: gl.constexpr = barriers.shape[0]
     mbarrier.wait(barriers.index(n % STAGES), (n // STAGES + 1) & 1)
 
 
@@ -104,15 +117,17 @@ def make_numbers_ring(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def send_numbers(x, ring, barriers, n, at_head, place, exists, STAGES: gl.constexpr):
+def send_numbers(x, ring, barriers, n, at_head, place, exists):
     """Numbers of the rows of the n-th block are on their way, if it exists: of a head, counted over the batch."""
+    STAGES: gl.constexpr = barriers.shape[0]
     barrier = barriers.index(n % STAGES)
     tma.async_copy_global_to_shared(x, [at_head, place], barrier, ring.index(n % STAGES), pred=exists)
 
 
 @gluon.jit
-def start_product(x, y, COLUMNS: gl.constexpr = TILE):
-    """x y^T [64, COLUMNS] of two blocks, to be waited for."""
+def start_product(x, y):
+    """x y^T of a block of 64 rows and another, to be waited for."""
+    COLUMNS: gl.constexpr = y.shape[0]
     zero = gl.zeros([TILE, COLUMNS], gl.float32, layout=product_layout(COLUMNS))
     return warpgroup_mma(x, y.permute([1, 0]), zero, use_acc=False, is_async=True)
 

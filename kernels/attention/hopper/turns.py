@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from zoo.kernels.attention.hopper.tiles import TILE, WARPS, free, make_barriers, wait_until_free
+from zoo.kernels.attention.hopper.tiles import TILE, WARPS, free, make_barriers, wait_until_filled, wait_until_free
 from zoo.kernels.triton.documents import place_of_block
 
 __all__ = [
@@ -50,7 +50,7 @@ def announce(turns, n, turn):
     """Tell the readers the n-th turn of this program."""
     told, filled, emptied = turns
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    wait_until_free(emptied, n, _AHEAD)
+    wait_until_free(emptied, n)
     told.index(n % _AHEAD).store(gl.full([1], turn, gl.int32, layout=layout))
     mbarrier.arrive(filled.index(n % _AHEAD), count=1)
 
@@ -60,9 +60,9 @@ def take(turns, n):
     """The n-th turn of this program, once it is told."""
     told, filled, emptied = turns
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    mbarrier.wait(filled.index(n % _AHEAD), (n // _AHEAD) & 1)
+    wait_until_filled(filled, n)
     turn = gl.max(told.index(n % _AHEAD).load(layout), 0)
-    free(emptied, n, _AHEAD)
+    free(emptied, n)
     return turn
 
 
@@ -77,10 +77,10 @@ def place_of_turn(turn, call, LAST_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def pass_over(filled, emptied, begin, end, STAGES: gl.constexpr):
+def pass_over(filled, emptied, begin, end):
     """Let go of blocks of two rings that only other readers need, once they are there."""
     for n in range(begin, end):
         for ring in gl.static_range(2):
-            mbarrier.wait(filled[ring].index(n % STAGES), (n // STAGES) & 1)
+            wait_until_filled(filled[ring], n)
         for ring in gl.static_range(len(emptied)):
-            free(emptied[ring], n, STAGES)
+            free(emptied[ring], n)
