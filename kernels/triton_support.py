@@ -1,10 +1,10 @@
-"""What every Triton kernel here needs of a call."""
+"""What every Triton kernel here needs of a call, and what it asks of a device."""
 
 from importlib.util import find_spec
 
 import torch
 
-__all__ = ["MAX_HEAD_DIM", "missing_for_heads", "missing_for_triton", "shared_memory"]
+__all__ = ["MAX_HEAD_DIM", "missing_for_heads", "missing_for_triton", "num_multiprocessors", "shared_memory"]
 
 MAX_HEAD_DIM = 256
 _MIN_SHARED_MEMORY = 227 * 1024  # of a program, as the largest heads need; Hopper and Blackwell for data centers
@@ -47,6 +47,11 @@ def missing_for_heads(device: torch.device, dtype: torch.dtype, **sizes: int) ->
     if available < _MIN_SHARED_MEMORY:
         return f"a GPU with {_MIN_SHARED_MEMORY} bytes of shared memory for a program, got one with {available}"
     return None
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; 1 of any other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @torch.compiler.assume_constant_result

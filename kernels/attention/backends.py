@@ -95,17 +95,20 @@ def _missing(backend: str, call: Call) -> str | None:
     """What a call lacks, or None."""
     if backend == "reference":
         return None
+    if backend == "sdpa":
+        return _missing_for_int32(call)
     if backend == "triton":
         return missing_for_heads(call.device, call.dtype, D=call.key_dim, D_v=call.value_dim)
-    on_cuda = call.device.type == "cuda"
-    if backend != "sdpa":
-        missing = missing_xformers() if backend == "xformers" else None
-        if missing is None and not on_cuda:
-            missing = f"CUDA tensors, got {call.device}"
-        missing = missing or (_missing_for_flex(call) if backend == "flex" else _missing_for_flash(call))
-        if missing is not None or backend == "flex":
-            return missing
-    if on_cuda and call.numel > _INT32:
+    missing = missing_xformers() if backend == "xformers" else None
+    if missing is None and call.device.type != "cuda":
+        missing = f"CUDA tensors, got {call.device}"
+    if backend == "flex":
+        return missing or _missing_for_flex(call)
+    return missing or _missing_for_flash(call) or _missing_for_int32(call)
+
+
+def _missing_for_int32(call: Call) -> str | None:
+    if call.device.type == "cuda" and call.numel > _INT32:
         return f"at most 2^31 - 1 numbers in each tensor on CUDA, got {call.numel} with all heads"
     return None
 

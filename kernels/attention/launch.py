@@ -47,11 +47,9 @@ class Batch:
         self.blocks, count = cut(self.seq_len, cu_seqlens, self.configuration.tile * parts)
         self.count = count * parts
 
-    def new_counter(self) -> Tensor:
-        """A 0, int32, that no other kernel may count in."""
-        if self.blocks is None:
-            return self.v.new_zeros(1, dtype=torch.int32)
-        return self.blocks[-1]  # which is zeros: a backward has a table of its own
+    def counter(self) -> Tensor:
+        """A 0, int32, for one kernel to count in: of a packed row the end of its table, which there is once."""
+        return self.v.new_zeros(1, dtype=torch.int32) if self.blocks is None else self.blocks[-1]
 
     def new_numbers(self) -> Tensor:
         """[B, H, P] fp32; of a packed row 0, as not all places may be used."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from zoo.kernels.tiling import block_size
+from zoo.kernels.triton_support import num_multiprocessors
 
 __all__ = ["Blocks", "Configuration", "Layout", "configuration"]
 
@@ -138,7 +139,7 @@ class Layout:
             return 2 + self.num_chunks // self._fixed_segment_chunks(self.segment_length)
         blocks = configuration(self.key_dim, self.value_dim, self.dtype).scan
         programs = self.groups * -(-self.value_dim // blocks.block_v)
-        segments = _num_multiprocessors(self.device) // programs
+        segments = num_multiprocessors(self.device) // programs
         return segments if segments // self.batch >= _FEWEST_SEGMENTS else 0
 
     @cached_property
@@ -177,7 +178,3 @@ class Layout:
 
     def _fixed_segment_chunks(self, segment_length: int) -> int:
         return -(-segment_length // self.chunk)
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

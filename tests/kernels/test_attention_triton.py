@@ -10,6 +10,7 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, D and D_v their siz
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +30,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from zoo.kernels.attention.launch import attention_backward, attention_forward
 from zoo.kernels.attention.triton.tiles import blocks_of_keys
+from zoo.kernels.triton.documents import cut
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LEAVES = ("q", "k", "v")
@@ -391,6 +393,17 @@ def test_stays_inside_its_memory(save: bool, pieces: tuple[int, ...] | None, mon
     if pieces in (None, PIECES):
         expected = reference(x, grad_o, 40)
         assert_near_or_zero(actual, expected if save else {"o": expected["o"]}, 1e-5)
+
+
+@pytest.mark.parametrize("ends", [(0, 70, 70, 150), (0, 500), (0, 150, 60, 150), (-9, 1 << 20, 0, 1 << 20)], ids=str)
+def test_a_table_of_blocks_ends_in_zeros(ends: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+    """Where a kernel counts; also of ends that nobody has checked."""
+    request.addfinalizer(partial(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()))
+    torch.use_deterministic_algorithms(True)  # which fills what is not initialised
+    blocks, count = cut(150, torch.tensor(ends, dtype=torch.int32, device=DEVICE), 16)
+    assert blocks is not None
+    assert blocks.shape == (count + 1, 3)
+    assert blocks[-1].tolist() == [0, 0, 0]
 
 
 @triton.jit

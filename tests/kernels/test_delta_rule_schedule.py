@@ -21,7 +21,7 @@ MULTIPROCESSORS = 132
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "_num_multiprocessors", lambda _: MULTIPROCESSORS)
+    monkeypatch.setattr(schedule, "num_multiprocessors", lambda _: MULTIPROCESSORS)
 
 
 def make_layout(seq_len: int, **options: Any) -> Layout:

@@ -389,7 +389,7 @@ def test_stays_inside_its_memory(
     pieces: tuple[int, ...] | None, segment_length: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is written beside the tensors that the launchers allocate, nor read from where nothing was written."""
-    monkeypatch.setattr("zoo.kernels.delta_rule.schedule._num_multiprocessors", lambda _: 16)
+    monkeypatch.setattr("zoo.kernels.delta_rule.schedule.num_multiprocessors", lambda _: 16)
     x = inputs(sum(pieces) if pieces else 320, FORMS["both"], batch=1 if pieces else 4, pieces=pieces)
     allocated = []
 

@@ -3,10 +3,8 @@
 Shapes: B batch, T tokens, H query heads, G key/value heads, D and D_v their sizes, P places for numbers of rows.
 """
 
-from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -17,6 +15,7 @@ from zoo.kernels.attention.hopper.row_gradients import row_gradients_kernel
 from zoo.kernels.attention.hopper.tiles import TILE, WARPS
 from zoo.kernels.attention.hopper.turns import READERS
 from zoo.kernels.attention.launch import Batch
+from zoo.kernels.triton_support import num_multiprocessors
 
 __all__ = ["forward", "key_gradients", "row_gradients"]
 
@@ -69,14 +68,8 @@ def _turns(x: Batch, heads: int) -> tuple[tuple[int], tuple[Tensor | float, ...]
     """The grid of kernels that take turns; a counter of those taken, their number, and numbers of the call."""
     count = x.count // READERS.value
     turns = x.batch * heads * count
-    grid = (min(turns, _num_multiprocessors(x.q.device)),)
-    return grid, (x.new_counter(), turns, x.seq_len, count, x.window, x.scale)
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    grid = (min(turns, num_multiprocessors(x.q.device)),)
+    return grid, (x.counter(), turns, x.seq_len, count, x.window, x.scale)
 
 
 def _inputs(x: Batch, keys: int = TILE.value) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:

@@ -1,9 +1,9 @@
-"""Parts that the kernels share: blocks of 64 rows that arrive in shared memory by themselves, and products of them.
+"""Parts that the kernels share: blocks of rows that arrive in shared memory by themselves, and products of them.
 
 Such a block has a barrier, which is passed when the block is there. Blocks that follow each other go round a ring of
 STAGES places; the n-th lies at place n % STAGES, whose barrier n // STAGES blocks have passed before it. A block may be
-sent once every warp is done with the one that lay there: products are, that a warp has waited for, and then all warps
-for each other.
+sent once every warp is done with the one that lay there: products are, that a warp has waited for. Then all warps wait
+for each other, or, where one warp loads for groups of others, each group says so at a barrier of the place's own.
 """
 
 from triton.experimental import gluon
@@ -36,7 +36,7 @@ __all__ = [
     "wait_until_free",
 ]
 
-# Every warp waits for the others: its name since Triton 3.7, and the one before.
+# Every warp of a group waits for the others: its name since Triton 3.7, and the one before.
 wait_for_all = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 TILE = gl.constexpr(64)  # rows, or keys, of a block
 WARPS = gl.constexpr(4)
@@ -141,7 +141,7 @@ def load_tile(matrix, token, row, end, ROW: gl.constexpr, DIM: gl.constexpr, BLO
 
 @gluon.jit
 def store_tile(matrix, x, token, row, end, ROW: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr):
-    """The counterpart of `load_tile`, once every product of the program is done."""
+    """The counterpart of `load_tile`, once every product of this group of warps is done."""
     wait_for_all()  # what the conversion puts into shared memory may lie where another warp's product still reads
     x = gl.convert_layout(x.to(matrix.dtype.element_ty), row_layout(BLOCK))
     place, inside = _places(row, end, ROW, DIM, BLOCK)

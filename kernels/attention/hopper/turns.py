@@ -2,7 +2,7 @@
 
 There are as many programs as multiprocessors. One warp of each draws turns and loads what they need, ahead of those
 that read it: some groups of four warps, each with 64 of the rows. So blocks that all of them need come from memory
-once, and the next turn's are already there when the last one's results are written.
+once, and the next turn's are on their way while the last one's results are written.
 """
 
 from triton.experimental import gluon
