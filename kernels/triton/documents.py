@@ -19,7 +19,7 @@ _DOCUMENTS_AT_ONCE = 256
 def cut(seq_len: int, cu_seqlens: Tensor | None, size: int) -> tuple[Tensor | None, int]:
     """The table of the blocks of so many rows, None for a dense batch, and their number in a row of the batch.
 
-    The table has a row more, of zeros, where a kernel may count.
+    The table has a row more: 0, where a kernel may count; how many blocks there are; 0.
 
     Args:
         seq_len: T.
@@ -47,6 +47,8 @@ def _bounds(cu_seqlens, document, exists, seq_len, BLOCK: tl.constexpr):
 def cut_kernel(cu_seqlens, blocks, num_documents, num_blocks, seq_len, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
     """The table [num_blocks + 1, 3]: each block's first row, and the first and end row of its document; 0 for none.
 
+    In the last row 0, the number of blocks, and 0.
+
     One program a document: it counts the blocks of those before it, then writes its own; the last, what is left. Of
     ends that nobody has checked none leads out of the table, or out of the row.
     """
@@ -64,9 +66,11 @@ def cut_kernel(cu_seqlens, blocks, num_documents, num_blocks, seq_len, BLOCK: tl
         tl.store(entry + 1, start, mask=own)
         tl.store(entry + 2, end, mask=own)
     if document == num_documents - 1:
+        found = tl.minimum(place + count, num_blocks)
         end_of_table = (num_blocks + 1) * 3
-        for first in range(tl.minimum(place + count, num_blocks) * 3, end_of_table, AT_ONCE):
-            tl.store(blocks + first + lane, 0, mask=first + lane < end_of_table)
+        for first in range(found * 3, end_of_table, AT_ONCE):
+            at = first + lane
+            tl.store(blocks + at, tl.where(at == end_of_table - 2, found, 0), mask=at < end_of_table)
 
 
 @triton.jit

@@ -395,15 +395,30 @@ def test_stays_inside_its_memory(save: bool, pieces: tuple[int, ...] | None, mon
         assert_near_or_zero(actual, expected if save else {"o": expected["o"]}, 1e-5)
 
 
-@pytest.mark.parametrize("ends", [(0, 70, 70, 150), (0, 500), (0, 150, 60, 150), (-9, 1 << 20, 0, 1 << 20)], ids=str)
-def test_a_table_of_blocks_ends_in_zeros(ends: tuple[int, ...], request: pytest.FixtureRequest) -> None:
-    """Where a kernel counts; also of ends that nobody has checked."""
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [
+        ((0, 70, 70, 150), 10),
+        ((0, 16, 32, 150), 10),
+        ((0, 500), 10),
+        ((0, 0), 0),
+        ((0, 150, 60, 150), 12),
+        ((-9, 1 << 20, 0, 1 << 20), 12),
+    ],
+    ids=str,
+)
+def test_a_table_of_blocks_ends_in_their_number(
+    ends: tuple[int, ...], found: int, request: pytest.FixtureRequest
+) -> None:
+    """And in a 0, where a kernel counts; also of ends that nobody has checked."""
     request.addfinalizer(partial(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()))
     torch.use_deterministic_algorithms(True)  # which fills what is not initialised
     blocks, count = cut(150, torch.tensor(ends, dtype=torch.int32, device=DEVICE), 16)
     assert blocks is not None
     assert blocks.shape == (count + 1, 3)
-    assert blocks[-1].tolist() == [0, 0, 0]
+    assert blocks[-1].tolist() == [0, found, 0]
+    assert (blocks[:found, 2] > blocks[:found, 0]).all()
+    assert not blocks[found:-1].any()
 
 
 @triton.jit

@@ -26,10 +26,12 @@ from zoo.kernels.attention.hopper.tiles import (
 )
 from zoo.kernels.attention.hopper.turns import (
     LOADER_REGISTERS,
+    NO_TURN,
     READER_REGISTERS,
     READERS,
     ROWS,
     announce,
+    count_blocks,
     draw,
     make_turns,
     pass_over,
@@ -88,31 +90,28 @@ def load(
     following = turn
     while turn < num_turns:
         at_head, _, document, length, row = place_of_turn(turn, call, True)
-        if row < length:
-            announce(turns, taken, turn)
-            head, batch = at_head % HEADS, at_head // HEADS
-            first, end = blocks_of_turn(row, length, call[3], WINDOWED)
-            for reader in gl.static_range(READERS):
-                at_rows = taken * READERS + reader
-                wait_until_free(q_emptied, at_rows)
-                expect(q_filled, at_rows, True, ROW_BYTES * BLOCK_K)
-                send(q, q_ring, q_filled, at_rows, head, batch, document + row + reader * TILE, True)
-            for j in range(first, end):
-                key = document + j * KEYS
-                wait_until_free(k_emptied, n)
-                expect(k_filled, n, True, 2 * ROW_BYTES * BLOCK_K)
-                send(k, k_ring, k_filled, n, head // REPEAT, batch, key, True)
-                wait_until_free(v_emptied, n)
-                expect(v_filled, n, True, 2 * ROW_BYTES * BLOCK_V)
-                send(v, v_ring, v_filled, n, head // REPEAT, batch, key, True)
-                n += 1
-                if j == first:  # while the readers have something to do
-                    following = draw(counter)
-            taken += 1
-        else:
-            following = draw(counter)
+        announce(turns, taken, turn)
+        head, batch = at_head % HEADS, at_head // HEADS
+        first, end = blocks_of_turn(row, length, call[3], WINDOWED)
+        for reader in gl.static_range(READERS):
+            at_rows = taken * READERS + reader
+            wait_until_free(q_emptied, at_rows)
+            expect(q_filled, at_rows, True, ROW_BYTES * BLOCK_K)
+            send(q, q_ring, q_filled, at_rows, head, batch, document + row + reader * TILE, True)
+        for j in range(first, end):
+            key = document + j * KEYS
+            wait_until_free(k_emptied, n)
+            expect(k_filled, n, True, 2 * ROW_BYTES * BLOCK_K)
+            send(k, k_ring, k_filled, n, head // REPEAT, batch, key, True)
+            wait_until_free(v_emptied, n)
+            expect(v_filled, n, True, 2 * ROW_BYTES * BLOCK_V)
+            send(v, v_ring, v_filled, n, head // REPEAT, batch, key, True)
+            n += 1
+            if j == first:  # while the readers have something to do
+                following = draw(counter)
+        taken += 1
         turn = following
-    announce(turns, taken, num_turns)
+    announce(turns, taken, NO_TURN)
 
 
 @gluon.jit
@@ -120,7 +119,6 @@ def read(
     READER: gl.constexpr,
     shared,
     call,
-    num_turns,
     scale,
     outputs,
     HEADS: gl.constexpr,
@@ -129,7 +127,7 @@ def read(
 ):
     """What four warps do: for each turn the output of 64 rows, and the log-sum-exp of each to the base 2."""
     turns, rings, filled, emptied = shared
-    o, lse = outputs
+    o, lse, num_blocks = outputs
     q_ring, k_ring, v_ring = rings
     BLOCK_V: gl.constexpr = v_ring.shape[4]
     PRODUCTS: gl.constexpr = product_layout(KEYS)
@@ -144,7 +142,7 @@ def read(
     taken = 0  # turns
     before = 0  # blocks of keys of earlier turns
     turn = take(turns, taken)
-    while turn < num_turns:
+    while turn != NO_TURN:
         at_head, number, document, length, first_row = place_of_turn(turn, call, True)
         first_of_turn, end_of_turn = blocks_of_turn(first_row, length, window, WINDOWED)
         at = before - first_of_turn  # which a block's number is added to
@@ -193,7 +191,7 @@ def read(
             store_tile(o + at_head % HEADS * VALUE_DIM, output, token, row, length, O_ROW, VALUE_DIM, BLOCK_V)
             if lse is not None:
                 log_sum = gl.where(rows < length, largest + gl.log2(total), float("inf"))
-                place = (at_head.to(gl.int64) * call[2] + number) * ROWS
+                place = (at_head.to(gl.int64) * num_blocks + number) * ROWS
                 gl.store(lse + place + (rows - first_row), log_sum)
             pass_over(keys_filled, keys_emptied, at + end, at + end_of_turn)
         else:
@@ -205,7 +203,7 @@ def read(
 
 
 @gluon.jit(
-    do_not_specialize=["num_turns", "seq_len", "num_blocks", "window"], do_not_specialize_on_alignment=["counter"]
+    do_not_specialize=["num_heads", "seq_len", "num_blocks", "window"], do_not_specialize_on_alignment=["counter"]
 )
 def attention_kernel(
     q,
@@ -215,7 +213,7 @@ def attention_kernel(
     o,
     lse,
     counter,
-    num_turns,
+    num_heads,
     seq_len,
     num_blocks,
     window,
@@ -228,7 +226,7 @@ def attention_kernel(
     STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
-    """A turn is a block of rows of a query head."""
+    """A turn is a block of rows of a query head, of which the batch has so many."""
     turns = make_turns()
     rings = make_ring(q, BLOCK_K, READERS), make_ring(k, BLOCK_K, STAGES, KEYS), make_ring(v, BLOCK_V, STAGES, KEYS)
     filled = make_barriers(READERS), make_barriers(STAGES), make_barriers(STAGES)
@@ -236,13 +234,15 @@ def attention_kernel(
     fence_async_shared()
     wait_for_all()
     shared = turns, rings, filled, emptied
-    call = blocks, seq_len, num_blocks, window
-    results = o, lse
+    count = count_blocks(blocks, num_blocks)
+    num_turns = num_heads * count
+    call = blocks, seq_len, count, window
+    results = o, lse, num_blocks
     sources = q, k, v
     gl.warp_specialize(
         [
-            (read, (0, shared, call, num_turns, scale, results, HEADS, VALUE_DIM, WINDOWED)),
-            (read, (1, shared, call, num_turns, scale, results, HEADS, VALUE_DIM, WINDOWED)),
+            (read, (0, shared, call, scale, results, HEADS, VALUE_DIM, WINDOWED)),
+            (read, (1, shared, call, scale, results, HEADS, VALUE_DIM, WINDOWED)),
             (load, (shared, call, num_turns, counter, sources, HEADS, REPEAT, WINDOWED)),
         ],
         [WARPS, 1],

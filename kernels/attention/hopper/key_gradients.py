@@ -36,10 +36,12 @@ from zoo.kernels.attention.hopper.tiles import (
 )
 from zoo.kernels.attention.hopper.turns import (
     LOADER_REGISTERS,
+    NO_TURN,
     READER_REGISTERS,
     READERS,
     ROWS,
     announce,
+    count_blocks,
     draw,
     make_turns,
     pass_over,
@@ -81,40 +83,35 @@ def load(
     taken = 0  # turns
     n = 0  # blocks of rows
     turn = gl.program_id(0)
-    following = turn
     while turn < num_turns:
         at_group, number, document, length, key = place_of_turn(turn, call, False)
-        if key < length:
-            announce(turns, taken, turn)
-            group, batch = at_group % GROUPS, at_group // GROUPS
-            first, end = blocks_of_turn(key, length, call[3], WINDOWED)
-            for reader in gl.static_range(READERS):
-                at_keys = taken * READERS + reader
-                start = document + key + reader * TILE
-                wait_until_free(k_emptied, at_keys)
-                expect(k_filled, at_keys, True, ROW_BYTES * (BLOCK_K + BLOCK_V))
-                send(k, k_ring, k_filled, at_keys, group, batch, start, True)
-                send(v, v_ring, k_filled, at_keys, group, batch, start, True)
-            for repeat in range(REPEAT):
-                head = group * REPEAT + repeat
-                at_head = at_group * REPEAT + repeat
-                for i in range(first, end):
-                    row = i * TILE
-                    place = number * ROWS - key + row
-                    wait_until_free(rows_emptied, n)
-                    expect(q_filled, n, True, ROW_BYTES * BLOCK_K + NUMBER_BYTES)
-                    send(q, q_ring, q_filled, n, head, batch, document + row, True)
-                    send_numbers(lse, lse_ring, q_filled, n, at_head, place, True)
-                    expect(grad_filled, n, True, ROW_BYTES * BLOCK_V + NUMBER_BYTES)
-                    send(grad, grad_ring, grad_filled, n, head, batch, document + row, True)
-                    send_numbers(totals, totals_ring, grad_filled, n, at_head, place, True)
-                    n += 1
-            following = draw(counter)
-            taken += 1
-        else:
-            following = draw(counter)
-        turn = following
-    announce(turns, taken, num_turns)
+        announce(turns, taken, turn)
+        group, batch = at_group % GROUPS, at_group // GROUPS
+        first, end = blocks_of_turn(key, length, call[3], WINDOWED)
+        for reader in gl.static_range(READERS):
+            at_keys = taken * READERS + reader
+            start = document + key + reader * TILE
+            wait_until_free(k_emptied, at_keys)
+            expect(k_filled, at_keys, True, ROW_BYTES * (BLOCK_K + BLOCK_V))
+            send(k, k_ring, k_filled, at_keys, group, batch, start, True)
+            send(v, v_ring, k_filled, at_keys, group, batch, start, True)
+        for repeat in range(REPEAT):
+            head = group * REPEAT + repeat
+            at_head = at_group * REPEAT + repeat
+            for i in range(first, end):
+                row = i * TILE
+                place = number * ROWS - key + row
+                wait_until_free(rows_emptied, n)
+                expect(q_filled, n, True, ROW_BYTES * BLOCK_K + NUMBER_BYTES)
+                send(q, q_ring, q_filled, n, head, batch, document + row, True)
+                send_numbers(lse, lse_ring, q_filled, n, at_head, place, True)
+                expect(grad_filled, n, True, ROW_BYTES * BLOCK_V + NUMBER_BYTES)
+                send(grad, grad_ring, grad_filled, n, head, batch, document + row, True)
+                send_numbers(totals, totals_ring, grad_filled, n, at_head, place, True)
+                n += 1
+        taken += 1
+        turn = draw(counter)
+    announce(turns, taken, NO_TURN)
 
 
 @gluon.jit
@@ -122,7 +119,6 @@ def read(
     READER: gl.constexpr,
     shared,
     call,
-    num_turns,
     scale,
     outputs,
     HEADS: gl.constexpr,
@@ -153,7 +149,7 @@ def read(
     taken = 0  # turns
     before = 0  # blocks of rows of earlier turns
     turn = take(turns, taken)
-    while turn < num_turns:
+    while turn != NO_TURN:
         at_group, _, document, length, first_key = place_of_turn(turn, call, False)
         first_of_turn, end_of_turn = blocks_of_turn(first_key, length, window, WINDOWED)
         each = end_of_turn - first_of_turn
@@ -207,7 +203,7 @@ def read(
 
 
 @gluon.jit(
-    do_not_specialize=["num_turns", "seq_len", "num_blocks", "window"], do_not_specialize_on_alignment=["counter"]
+    do_not_specialize=["num_heads", "seq_len", "num_blocks", "window"], do_not_specialize_on_alignment=["counter"]
 )
 def key_gradients_kernel(
     q,
@@ -220,7 +216,7 @@ def key_gradients_kernel(
     grad_k,
     grad_v,
     counter,
-    num_turns,
+    num_heads,
     seq_len,
     num_blocks,
     window,
@@ -234,7 +230,7 @@ def key_gradients_kernel(
     STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
-    """A turn is a block of keys of a key/value head."""
+    """A turn is a block of keys of a key/value head, of which the batch has so many."""
     turns = make_turns()
     k_ring, v_ring = make_ring(k, BLOCK_K, READERS), make_ring(v, BLOCK_V, READERS)
     q_ring, grad_ring = make_ring(q, BLOCK_K, STAGES), make_ring(grad, BLOCK_V, STAGES)
@@ -244,13 +240,15 @@ def key_gradients_kernel(
     fence_async_shared()
     wait_for_all()
     shared = turns, rings, filled, emptied
-    call = blocks, seq_len, num_blocks, window
+    count = count_blocks(blocks, num_blocks)
+    num_turns = num_heads * count
+    call = blocks, seq_len, count, window
     results = grad_k, grad_v
     sources = q, k, v, grad, lse, totals
     gl.warp_specialize(
         [
-            (read, (0, shared, call, num_turns, scale, results, HEADS, REPEAT, KEY_DIM, VALUE_DIM, WINDOWED)),
-            (read, (1, shared, call, num_turns, scale, results, HEADS, REPEAT, KEY_DIM, VALUE_DIM, WINDOWED)),
+            (read, (0, shared, call, scale, results, HEADS, REPEAT, KEY_DIM, VALUE_DIM, WINDOWED)),
+            (read, (1, shared, call, scale, results, HEADS, REPEAT, KEY_DIM, VALUE_DIM, WINDOWED)),
             (load, (shared, call, num_turns, counter, sources, HEADS, REPEAT, WINDOWED)),
         ],
         [WARPS, 1],

@@ -65,11 +65,10 @@ def key_gradients(x: Batch, lse: Tensor, grad_o: Tensor, totals: Tensor, grad_k:
 
 
 def _turns(x: Batch, heads: int) -> tuple[tuple[int], tuple[Tensor | float, ...]]:
-    """The grid of kernels that take turns; a counter of those taken, their number, and numbers of the call."""
-    count = x.count // READERS.value
-    turns = x.batch * heads * count
-    grid = (min(turns, num_multiprocessors(x.q.device)),)
-    return grid, (x.counter(), turns, x.seq_len, count, x.window, x.scale)
+    """The grid of kernels that take turns; a counter of those taken, heads in the batch, and numbers of the call."""
+    count, num_heads = x.count // READERS.value, x.batch * heads
+    grid = (min(num_heads * count, num_multiprocessors(x.q.device)),)
+    return grid, (x.counter(), num_heads, x.seq_len, count, x.window, x.scale)
 
 
 def _inputs(x: Batch, keys: int = TILE.value) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:

@@ -81,6 +81,7 @@ def row_gradients_kernel(
     k_ring, k_barriers = make_ring(k, BLOCK_K, K_STAGES), make_barriers(K_STAGES)
     v_ring, v_barriers = make_ring(v, BLOCK_V, STAGES), make_barriers(STAGES)
     fence_async_shared()
+    wait_for_all()
     expect(barrier, 0, True, ROW_BYTES * (BLOCK_K + BLOCK_V))
     send(q, q_ring, barrier, 0, at_q, batch, document + row, True)
     send(grad, grad_ring, barrier, 0, at_q, batch, document + row, True)

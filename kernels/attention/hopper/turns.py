@@ -14,10 +14,12 @@ from zoo.kernels.triton.documents import place_of_block
 
 __all__ = [
     "LOADER_REGISTERS",
+    "NO_TURN",
     "READERS",
     "READER_REGISTERS",
     "ROWS",
     "announce",
+    "count_blocks",
     "draw",
     "make_turns",
     "pass_over",
@@ -29,6 +31,7 @@ READERS = gl.constexpr(2)
 ROWS = gl.constexpr(READERS.value * TILE.value)  # of a turn
 READER_REGISTERS = gl.constexpr(240)
 LOADER_REGISTERS = gl.constexpr(24)
+NO_TURN = gl.constexpr(-1)  # which readers are told when none is left
 _AHEAD = gl.constexpr(2)  # turns that readers are told of
 
 
@@ -40,9 +43,17 @@ def make_turns():
 
 
 @gluon.jit
+def count_blocks(blocks, num_blocks):
+    """Of blocks in a row of the batch, which a table may have fewer of than it has room for."""
+    if blocks is not None:
+        num_blocks = gl.load(blocks + num_blocks * 3 + 1)
+    return num_blocks
+
+
+@gluon.jit
 def draw(counter):
     """A turn that no other program takes; the first of each program is its own number."""
-    return gl.num_programs(0) + gl.atomic_add(counter, 1)
+    return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
 
 
 @gluon.jit
@@ -69,11 +80,12 @@ def take(turns, n):
 @gluon.jit
 def place_of_turn(turn, call, LAST_FIRST: gl.constexpr):
     """Of a turn: the head, counted over the batch; the number of the block, and its place as in `place_of_block`."""
-    number = turn % call[2]
+    blocks, seq_len, count, _ = call
+    number = turn % count
     if LAST_FIRST:
-        number = call[2] - 1 - number
-    document, length, row = place_of_block(call[0], number, call[1], ROWS)
-    return turn // call[2], number, document, length, row
+        number = count - 1 - number
+    document, length, row = place_of_block(blocks, number, seq_len, ROWS)
+    return turn // count, number, document, length, row
 
 
 @gluon.jit
