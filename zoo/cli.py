@@ -172,7 +172,7 @@ def attention(
     ] = None,
     lengths: Annotated[
         str | None,
-        typer.Option(help="Sequence lengths, e.g. 512,2k. Default: 256,512 on a CPU, 1k,4k,16k,32k on CUDA."),
+        typer.Option(help="Sequence lengths, e.g. 512,2k. Default: 256,512 on a CPU, 512,1k,4k,16k,32k on CUDA."),
     ] = None,
     windows: Annotated[
         str | None,

@@ -133,7 +133,7 @@ def make_plan(
             raise ValueError(f"--{name}: got {max(sizes)}, allowed: up to {most}")
     plan = Plan(
         backends=backends,
-        lengths=lengths or ((1024, 4096, 16384, 32768) if on_cuda else (256, 512)),
+        lengths=lengths or ((512, 1024, 4096, 16384, 32768) if on_cuda else (256, 512)),
         windows=windows or ((None, 256, 1024, 4096) if on_cuda else (None, 64)),
         head_dims=head_dims or ((64, 128) if on_cuda else (32,)),
         layouts=layouts,
