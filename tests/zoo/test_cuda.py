@@ -1,5 +1,6 @@
 """The models on a CUDA device: equal to the CPU, compiled as one graph."""
 
+import math
 from typing import Any
 
 import pytest
@@ -122,3 +123,32 @@ def test_packed_documents_need_no_mask_of_all_pairs(recipe: str) -> None:
     before = torch.cuda.memory_allocated()
     model(tokens, labels=tokens, cu_seqlens=cu_seqlens).backward()
     assert torch.cuda.max_memory_allocated() - before < length**2
+
+
+def test_a_340m_model_trains_dense_and_packed_in_one_graph_each() -> None:
+    """Of full attention and a sliding window; over five packings of one total length."""
+    torch.compiler.reset()
+    model = build("swa-full-340m", device="cuda", dtype=torch.bfloat16, seed=0)
+    compiled = torch.compile(model, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator("cuda").manual_seed(0)
+    tokens = torch.randint(32_000, (1, 8192), device="cuda", generator=generator)
+    packings = [
+        (8192, 0, 0, 0, 0, 0),  # documents longer than the window of 1024, shorter, of one token, of none
+        (1, 2, 3, 4000, 4186, 0),
+        (1024, 1023, 1025, 1, 1119, 4000),
+        (1365, 1365, 1365, 1365, 1365, 1367),
+        (0, 0, 1, 8190, 1, 0),
+    ]
+    for dense in (True, False):
+        losses = []
+        for index, pieces in enumerate(packings):
+            ends = torch.tensor([0, *pieces], device="cuda").cumsum(0).int()
+            x = tokens.view(4, 2048) if dense else tokens
+            with torch._dynamo.config.patch(error_on_recompile=index > 0):
+                loss = compiled(x, labels=x, cu_seqlens=None if dense else ends)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] < math.inf, losses
