@@ -20,7 +20,13 @@ _BFLOAT16: Table = {
     (True, False): {64: ("triton", "flex", "flash", "sdpa"), 128: ("triton", "flex", "flash", "sdpa")},
     (True, True): {64: ("triton", "flex", "flash", "sdpa"), 128: ("triton", "flex", "flash", "sdpa")},
 }
-TABLES = {torch.bfloat16: _BFLOAT16, torch.float16: _BFLOAT16}
+_FLOAT32: Table = {
+    (False, False): {64: ("sdpa",), 128: ("sdpa",)},
+    (False, True): {64: ("triton", "flex", "sdpa"), 128: ("triton", "flex", "sdpa")},
+    (True, False): {64: ("triton", "flex", "sdpa"), 128: ("triton", "sdpa")},
+    (True, True): {64: ("triton", "flex", "sdpa"), 128: ("triton", "flex", "sdpa")},
+}
+TABLES = {torch.bfloat16: _BFLOAT16, torch.float16: _BFLOAT16, torch.float32: _FLOAT32}
 
 
 def fastest_first(dtype: torch.dtype, head_dim: int, *, windowed: bool, packed: bool) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ KINDS = tuple(product((False, True), (False, True)))  # windowed, packed
 SIZES = ((64, 64), (8, 8), (64, 32), (96, 96), (100, 100), (128, 256), (300, 300), (300, 8))
 
 RESULTS = Path(__file__).parents[2] / "benchmarks"
-MEASURED = {"bfloat16": BF16}
+MEASURED = {"bfloat16": BF16, "float32": FP32}
 
 HALVES: Table = {
     (False, False): {64: ("sdpa",), 128: ("flash", "sdpa")},
@@ -80,7 +80,7 @@ def test_a_table_is_what_was_measured(name: str) -> None:
 
 
 def test_half_precision_has_one_table() -> None:
-    assert TABLES.keys() == {BF16, FP16}
+    assert TABLES.keys() == {BF16, FP16, FP32}
     assert TABLES[FP16] is TABLES[BF16]
 
 
