@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.deltaformer import CHUNK, default_scale
-from zoo.kernels.deltaformer.kappa import weigh
+from zoo.kernels.kappa import weigh
 
 
 def half_write(

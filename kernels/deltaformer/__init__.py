@@ -11,9 +11,9 @@ from torch import Tensor
 from zoo.kernels.checks import check_shape, check_tensors
 from zoo.kernels.deltaformer import ops, triton_ops
 from zoo.kernels.deltaformer.chunk import CHUNK
-from zoo.kernels.deltaformer.kappa import Kappa, check_kappa, default_scale
 from zoo.kernels.deltaformer.read import deltaformer_read
 from zoo.kernels.deltaformer.reference import deltaformer_write_reference
+from zoo.kernels.kappa import Kappa, check_kappa, default_scale
 from zoo.kernels.packing import can_read_values, check_cu_seqlens
 from zoo.kernels.precision import precise_dtype
 from zoo.kernels.triton_support import missing_for_heads

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.checks import check_mask, check_shape, check_tensors
-from zoo.kernels.deltaformer.kappa import check_kappa, default_scale, weigh
+from zoo.kernels.kappa import check_kappa, default_scale, weigh
 from zoo.kernels.precision import precise_dtype, without_autocast
 
 __all__ = ["deltaformer_read"]

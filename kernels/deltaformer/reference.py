@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zoo.kernels.deltaformer.kappa import weigh
+from zoo.kernels.kappa import weigh
 from zoo.kernels.precision import precise_dtype, without_autocast
 
 __all__ = ["deltaformer_write_reference"]
