@@ -64,11 +64,12 @@ def attention(
         scale: factor of the logits, positive; D^-1/2 if None.
         impl: the backend; an explicit choice never falls back.
 
-            - "auto": in half precision on CUDA the fastest, as measured on an H200, of those that can serve the call;
-              elsewhere "sdpa", but what that refuses goes to "triton".
+            - "auto": on CUDA the fastest, as measured on an H200 in bf16 (fp16 goes by that) and fp32, of those that
+              can serve the call; elsewhere, and in fp64, "sdpa".
             - "sdpa": torch's scaled_dot_product_attention, on any device. With a window or packed documents it holds a
-              mask of every pair of tokens. On CUDA it refuses, like "flash" and "xformers", tensors of 2^31 numbers or
-              more (with a key/value head for each query head), for which PyTorch's kernels give wrong gradients.
+              mask of every pair of tokens. On CUDA it refuses, like "flash", "flex" and "xformers", tensors of 2^31
+              numbers or more (with a key/value head for each query head), for which PyTorch's kernels may give wrong
+              gradients.
             - "flash": FlashAttention 2 as torch brings it (CUDA; bf16 or fp16; D = D_v, a multiple of 8 up to 256).
             - "flex": FlexAttention, compiled (CUDA; bf16, fp16 or fp32; D and D_v from 16 to 256).
             - "xformers": the package of that name, like "flash".

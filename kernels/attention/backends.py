@@ -15,7 +15,7 @@ IMPLS = ("auto", *BACKENDS, "reference")
 MaskKind = Literal["pairs", "blocks"]
 
 _HALVES = (torch.bfloat16, torch.float16)
-_INT32 = 2**31 - 1  # above, cuDNN's gradients are wrong without a word, and FlashAttention 2 reads elsewhere
+_INT32 = 2**31 - 1  # above, cuDNN's gradients are wrong without a word, and the others' may read elsewhere
 _FLASH_MULTIPLE, _FLASH_MAX_HEAD_DIM = 8, 256
 _FLEX_HEAD_DIMS = 16, 256  # above, its kernels need more shared memory than there is
 
@@ -103,7 +103,7 @@ def _missing(backend: str, call: Call) -> str | None:
     if missing is None and call.device.type != "cuda":
         missing = f"CUDA tensors, got {call.device}"
     if backend == "flex":
-        return missing or _missing_for_flex(call)
+        return missing or _missing_for_flex(call) or _missing_for_int32(call)
     return missing or _missing_for_flash(call) or _missing_for_int32(call)
 
 

@@ -29,7 +29,7 @@ class Batch:
         window: keys that a token sees.
         windowed: whether there are fewer of them than all.
         blocks: see `cut`.
-        count: blocks of a row of the batch.
+        count: blocks that a row of the batch has room for; packed, it may have fewer.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Batch:
         self.count = count * parts
 
     def counter(self) -> Tensor:
-        """A 0, int32, for one kernel to count in: of a packed row the end of its table, which there is once."""
+        """An int32 0, the first there, for one kernel to count in: of a packed row the end of its table, there once."""
         return self.v.new_zeros(1, dtype=torch.int32) if self.blocks is None else self.blocks[-1]
 
     def new_numbers(self) -> Tensor:

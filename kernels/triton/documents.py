@@ -17,7 +17,7 @@ _DOCUMENTS_AT_ONCE = 256
 
 
 def cut(seq_len: int, cu_seqlens: Tensor | None, size: int) -> tuple[Tensor | None, int]:
-    """The table of the blocks of so many rows, None for a dense batch, and their number in a row of the batch.
+    """The table of the blocks of so many rows, None for a dense batch, and how many a row of the batch has room for.
 
     The table has a row more: 0, where a kernel may count; how many blocks there are; 0.
 

@@ -107,7 +107,7 @@ def make_plan(
 
     Args:
         backends: of `BACKENDS`.
-        lengths: 256 and 512 on a CPU; 1k, 4k, 16k and 32k on CUDA, if None.
+        lengths: 256 and 512 on a CPU; 512, 1k, 4k, 16k and 32k on CUDA, if None.
         windows: full and 64 on a CPU; full, 256, 1024 and 4096 on CUDA, if None.
         head_dims: 32 on a CPU, 64 and 128 on CUDA, if None.
         layouts: of `LAYOUTS`.

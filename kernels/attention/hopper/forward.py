@@ -226,7 +226,7 @@ def attention_kernel(
     STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
-    """A turn is a block of rows of a query head, of which the batch has so many."""
+    """A turn is a block of rows of a query head; ``num_heads`` counts these over the batch."""
     turns = make_turns()
     rings = make_ring(q, BLOCK_K, READERS), make_ring(k, BLOCK_K, STAGES, KEYS), make_ring(v, BLOCK_V, STAGES, KEYS)
     filled = make_barriers(READERS), make_barriers(STAGES), make_barriers(STAGES)

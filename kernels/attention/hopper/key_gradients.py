@@ -230,7 +230,7 @@ def key_gradients_kernel(
     STAGES: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
-    """A turn is a block of keys of a key/value head, of which the batch has so many."""
+    """A turn is a block of keys of a key/value head; ``num_heads`` counts these over the batch."""
     turns = make_turns()
     k_ring, v_ring = make_ring(k, BLOCK_K, READERS), make_ring(v, BLOCK_V, READERS)
     q_ring, grad_ring = make_ring(q, BLOCK_K, STAGES), make_ring(grad, BLOCK_V, STAGES)

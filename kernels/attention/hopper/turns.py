@@ -1,7 +1,7 @@
 """Turns: blocks of READERS * 64 rows, or keys, of a head, which programs take as long as there are any.
 
-There are as many programs as multiprocessors. One warp of each draws turns and loads what they need, ahead of those
-that read it: some groups of four warps, each with 64 of the rows. So blocks that all of them need come from memory
+There are at most as many programs as multiprocessors. One warp of each draws turns and loads what they need, ahead of
+those that read it: some groups of four warps, each with 64 of the rows. So blocks that all need come from memory
 once, and the next turn's are on their way while the last one's results are written.
 """
 
@@ -44,7 +44,7 @@ def make_turns():
 
 @gluon.jit
 def count_blocks(blocks, num_blocks):
-    """Of blocks in a row of the batch, which a table may have fewer of than it has room for."""
+    """How many blocks a row of the batch has; a table may have room for more."""
     if blocks is not None:
         num_blocks = gl.load(blocks + num_blocks * 3 + 1)
     return num_blocks
