@@ -101,7 +101,7 @@ def document_ends(length: int) -> Tensor:
 
 def features(layer: DeltaNet, context: Context, qkv: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The mixer's own q, k, v, beta, and the L2 norm, if it has one, which the mixer leaves to the kernel."""
-    q, k, v, _ = layer._features(qkv, context, None)
+    q, k, v = layer._features(qkv, context, None)
     if layer.options.qk_norm == "l2":
         q, k = l2_normalize(q), l2_normalize(k)
     return q, k, v, layer.beta(beta)

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["KAPPAS", "Kappa", "check_kappa", "default_scale", "weigh"]
+__all__ = ["KAPPAS", "Kappa", "check_kappa", "default_scale", "kappa_of", "weigh"]
 
 Kappa = Literal["softmax", "linear", "relu", "exp", "round"]
 """softmax is normalised over the visible keys; the others take each logit alone: itself, max(0, x), e^x, the nearest
@@ -56,7 +56,12 @@ def weigh(logits: Tensor, hidden: Tensor, kappa: str, round_decimals: int) -> Te
         [..., keys].
     """
     lowest = torch.finfo(logits.dtype).min  # -inf would make NaN of a row that sees no key
-    return _FUNCTIONS[kappa](logits.masked_fill(hidden, lowest), round_decimals).masked_fill(hidden, 0)
+    return kappa_of(logits.masked_fill(hidden, lowest), kappa, round_decimals).masked_fill(hidden, 0)
+
+
+def kappa_of(logits: Tensor, kappa: str, round_decimals: int) -> Tensor:
+    """kappa of logits [..., keys] that are all visible; arguments and result as in `weigh`."""
+    return _FUNCTIONS[kappa](logits, round_decimals)
 
 
 def _round(x: Tensor, decimals: int) -> Tensor:

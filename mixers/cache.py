@@ -6,7 +6,7 @@ Shapes: B batch, T new tokens, S slots of the cache.
 import torch
 from torch import Tensor
 
-__all__ = ["append", "slot_positions", "write_ring"]
+__all__ = ["slot_positions", "write"]
 
 
 def slot_positions(start: Tensor, num_slots: int) -> Tensor:
@@ -26,34 +26,27 @@ def slot_positions(start: Tensor, num_slots: int) -> Tensor:
     return newest - (newest - slots) % num_slots
 
 
-def write_ring(cache: Tensor, new: Tensor, start: Tensor) -> Tensor:
-    """A ring cache after T more tokens; where more tokens come than there are slots, the last ones stay.
+def write(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor | None = None) -> None:
+    """Put T more tokens into a ring cache, in place; where more come than there are slots, the last ones stay.
 
-    Each slot looks up the newest token that belongs in it, so one graph serves every T.
+    A single token goes to its slot. Of several, each slot looks up the newest that belongs in it: one graph for every
+    T.
 
     Args:
         cache: [B, S, G, d_h].
         new: [B, T, G, d_h].
         start: [B] int64, number of tokens seen before.
-
-    Returns:
-        [B, S, G, d_h].
+        lengths: [B] int64, how many of the T are there, the first ones; None for all.
     """
-    length = new.shape[1]
+    new = new.to(cache.dtype)
+    if new.shape[1] == 1:
+        rows, slots = torch.arange(len(cache), device=cache.device), start % cache.shape[1]
+        token = new[:, 0]
+        if lengths is not None:
+            token = torch.where((lengths > 0)[:, None, None], token, cache[rows, slots])
+        cache[rows, slots] = token
+        return
+    length = new.shape[1] if lengths is None else lengths
     source = slot_positions(start + length, cache.shape[1]) - start[:, None]
-    index = source.clamp(0, length - 1)[:, :, None, None].expand(-1, -1, *new.shape[2:])
-    return torch.where((source >= 0)[:, :, None, None], new.gather(1, index).to(cache.dtype), cache)
-
-
-def append(cache: Tensor, new: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Cached and new tokens side by side, for the new ones to look at, and the cache with the new ones written into it.
-
-    Args:
-        cache: [B, S, G, d_h].
-        new: [B, T, G, d_h].
-        start: [B] int64, number of tokens seen before.
-
-    Returns:
-        [B, S + T, G, d_h] in the dtype of the new tokens, and [B, S, G, d_h] in that of the cache.
-    """
-    return torch.cat([cache.to(new.dtype), new], 1), write_ring(cache, new, start)
+    index = source.clamp(0, new.shape[1] - 1)[:, :, None, None].expand(-1, -1, *new.shape[2:])
+    cache.copy_(torch.where((source >= 0)[:, :, None, None], new.gather(1, index), cache))

@@ -31,7 +31,10 @@ class Context:
     Attributes:
         positions: [B or 1, T] int64; within its own document where sequences are packed.
         cu_seqlens: [N + 1] int32 of packed sequences, or None.
-        max_length: slots of a full cache when decoding from a state, else None.
+        start: [B] int64, how many tokens each row's state has seen, where there is a state.
+        max_length: slots of a full cache, likewise.
+        lengths: [B] int64, how many of the T tokens of each row are there, the first ones; None for all.
+        fresh: whether the state has seen no token, so that these tokens are all there are.
         dtype: what the layers compute in, which may decide on a backend, and so on a mask.
         tables: what the layers asked for, by its description.
         masks: of attention that they need, by kind and window.
@@ -39,7 +42,10 @@ class Context:
 
     positions: Tensor
     cu_seqlens: Tensor | None = None
+    start: Tensor | None = None
     max_length: int | None = None
+    lengths: Tensor | None = None
+    fresh: bool = False
     dtype: torch.dtype = torch.float32
     tables: dict[Shared, Any] = field(default_factory=dict)
     masks: dict[tuple[MaskKind | None, int | None], Mask | None] = field(default_factory=dict)
@@ -62,16 +68,42 @@ class Context:
         return cls(positions=positions[None], cu_seqlens=cu_seqlens, dtype=dtype)
 
     @classmethod
-    def from_state(cls, tokens: Tensor, start: Tensor, max_length: int) -> "Context":
+    def from_state(
+        cls,
+        tokens: Tensor,
+        start: Tensor,
+        max_length: int,
+        *,
+        lengths: Tensor | None = None,
+        fresh: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> "Context":
         """The context of tokens that go on from a state.
 
         Args:
             tokens: [B, T].
             start: [B] int64, how many tokens each row's state has seen.
             max_length: slots of a full cache.
+            lengths: [B] int64, how many of the T tokens are there; None for all.
+            fresh: whether ``start`` is 0 for sure.
+            dtype: what the layers compute in.
         """
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        return cls(positions=positions, max_length=max_length)
+        order = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        positions = order if fresh else start[:, None] + order
+        return cls(positions=positions, start=start, max_length=max_length, lengths=lengths, fresh=fresh, dtype=dtype)
+
+    @property
+    def steps(self) -> bool:
+        """Whether each row goes on from its state by one token."""
+        return self.start is not None and not self.fresh and self.positions.shape[1] == 1
+
+    def hide_padding(self, x: Tensor) -> Tensor:
+        """x [B, T, ...] with zeros where there is no token."""
+        if self.lengths is None:
+            return x
+        order = torch.arange(x.shape[1], device=x.device)
+        there = order < self.lengths[:, None]
+        return torch.where(there.view(*there.shape, *[1] * (x.ndim - 2)), x, 0)
 
     def share(self, wanted: tuple[Shared, ...]) -> "Context":
         """Build each wanted table once."""
@@ -99,7 +131,8 @@ class RotaryTable:
 class AttentionMask:
     """Which keys each token sees, as far as the backend wants that made beforehand.
 
-    Decoding, the keys are a ring cache's slots followed by the new tokens: what is visible is bool [B, 1, T, keys].
+    Tokens that go on from a state see the slots of a ring cache, as they were, and then themselves: bool
+    [B, 1, T, keys]. A single one needs no mask.
 
     Attributes:
         window: visible keys, the token itself included; None sees everything before.
@@ -119,23 +152,24 @@ class AttentionMask:
         return context.masks[kind, self.window]
 
     def _kind(self, context: Context) -> MaskKind | None:
-        if context.max_length is not None:
-            return "pairs"
+        if context.start is not None and not context.fresh:
+            return None if context.steps else "pairs"
         packed = context.cu_seqlens is not None
         device, dims = context.positions.device, (self.head_dim, self.head_dim)
         return mask_kind(self.backend, Call(device, context.dtype, *dims, self.window is not None, packed))
 
     def _make(self, kind: MaskKind | None, context: Context) -> Mask | None:
         positions, window = context.positions, self.window
-        if context.max_length is None:
+        if context.start is None or context.fresh or kind is None:
             return make_mask(kind, positions.shape[1], window, context.cu_seqlens, positions.device)
-        cached = slot_positions(positions[:, 0], window or context.max_length)
+        assert context.max_length is not None
+        cached = slot_positions(context.start, window or context.max_length)
         return visible(positions, torch.cat([cached, positions], 1), window=window)[:, None]
 
     def arguments(self, context: Context) -> dict[str, Any]:
         """What `attention` is told: the mask or what is visible, and the backend. A cache is read through a mask."""
         impl, mask = self.backend, context.tables[self]
-        if context.max_length is not None:
+        if context.start is not None and not context.fresh:
             impl = "reference" if impl == "reference" else "sdpa"
         if mask is not None:
             return {"mask": mask, "impl": impl}

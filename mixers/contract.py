@@ -37,12 +37,20 @@ class Mixer(nn.Module, ABC):
         Args:
             x: [B, T, D]; packed sequences have B = 1 and ``context.cu_seqlens``.
             context: what the model built once for this call.
-            state: of the tokens before x, from `init_state` or an earlier call. It is consumed: its buffers may be
-                reused, and the returned state is the one to go on with.
+            state: of the tokens before x, from `init_state` or an earlier call. It is consumed: its tensors may be
+                updated in place, and the returned state is the one to go on with. What stands in x after a row's
+                ``context.lengths`` must not reach it. With ``context.fresh`` there are no tokens before x.
 
         Returns:
             y [B, T, D] in the dtype of x, and the state after the last token (None if none was given).
         """
+
+    def earliest(self, seen: int) -> int:
+        """The earliest position to which a state that has seen so many tokens can be cropped.
+
+        ``seen`` itself where a state keeps no more than a sum of the past, as here.
+        """
+        return seen
 
     @abstractmethod
     def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:

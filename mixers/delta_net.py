@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
+from zoo.kernels.delta_rule import chunk_delta_rule, step_delta_rule
 from zoo.kernels.precision import precise_dtype
 from zoo.mixers.context import Context
 from zoo.mixers.contract import Mixer, State
@@ -144,28 +144,40 @@ class DeltaNet(Mixer):
         """See `Mixer.forward`."""
         qkv, gates, output_gate = project(self.in_proj, x, self.widths)
         beta, decay = gates.split(self.gate_widths, -1)
-        q, k, v, taps = self._features(qkv, context, state)
-        rule = recurrent_delta_rule if state is not None and x.shape[1] == 1 else chunk_delta_rule
-        memory = None if state is None else state["memory"]
-        g = None if self.decay is None else self.decay(decay)
-        norm = self.options.qk_norm == "l2"
-        strength = self.beta(beta)
-        o, memory = rule(q, k, v, strength, g=g, initial_state=memory, cu_seqlens=context.cu_seqlens, qk_l2norm=norm)
+        q, k, v = self._features(qkv, context, state)
+        g = None if self.decay is None else context.hide_padding(self.decay(decay))
+        o = self._apply_rule(q, k, v, context.hide_padding(self.beta(beta)), g, context, state)
         o = self.norm(o).flatten(-2)
         if self.options.output_gate:
             o = o * nn.functional.silu(output_gate)
-        return self.out_proj(o), None if state is None else {"memory": memory.to(state["memory"].dtype)} | taps
+        return self.out_proj(o), state
 
-    def _features(self, qkv: Tensor, context: Context, state: State | None) -> tuple[Tensor, Tensor, Tensor, State]:
+    def _apply_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, context: Context, state: State | None
+    ) -> Tensor:
+        """The memory in the state is updated; a token with beta and g of 0 leaves it as it is."""
+        norm = self.options.qk_norm == "l2"
+        memory = None if state is None else state["memory"]
+        if memory is not None and context.steps:
+            return step_delta_rule(q, k, v, beta, memory, g=g, qk_l2norm=norm)
+        initial = None if context.fresh else memory
+        o, final = chunk_delta_rule(
+            q, k, v, beta, g=g, initial_state=initial, cu_seqlens=context.cu_seqlens, qk_l2norm=norm
+        )
+        if memory is not None:
+            memory.copy_(final)
+        return o
+
+    def _features(self, qkv: Tensor, context: Context, state: State | None) -> tuple[Tensor, Tensor, Tensor]:
         activation = "silu" if self.conv_activates else None
-        (q, k, v), taps = convolve(self.conv, qkv, self.qkv_widths, context, state, activation)
+        q, k, v = convolve(self.conv, qkv, self.qkv_widths, context, state, activation)
         if not self.conv_activates:
             q, k, v = self.feature_map(q), self.feature_map(k), nn.functional.silu(v)
         q = q.unflatten(-1, (self.num_heads, self.d_k))
         k = k.unflatten(-1, (self.num_kv_heads, self.d_k))
         if self.options.qk_norm == "l1":
             q, k = l1_normalize(q), l1_normalize(k)
-        return q, k, v.unflatten(-1, (self.num_kv_heads, self.d_v)), taps
+        return q, k, v.unflatten(-1, (self.num_kv_heads, self.d_v))
 
     def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:
         """``memory`` [B, G, d_k, d_v] fp32, and ``taps`` [B, K - 1, C] where there is a convolution."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from zoo.kernels.attention import attention
 from zoo.kernels.deltaformer import CHUNK, Kappa, default_scale, deltaformer_read, deltaformer_write
-from zoo.mixers.cache import append
+from zoo.mixers.cache import write
 from zoo.mixers.context import AttentionMask, Context
 from zoo.mixers.contract import Mixer, State
+from zoo.mixers.deltaformer_step import Kernel, step
 from zoo.mixers.feature_maps import HeadNorm, ShortConvolution, Strength, StrengthKind, convolve, head_norm
 from zoo.mixers.norms import StaticFloat
 from zoo.mixers.options import Between, OptionError
@@ -134,8 +135,10 @@ class Deltaformer(Mixer):
         self.num_heads, self.num_kv_heads, self.head_dim = options.heads
         self.write_heads = options.write_heads
         self.widths, self.compared_widths = list(options.projected), list(options.compared)
-        self.write_scale, self.read_scale = options.logit_scale(options.kappa1), options.logit_scale(options.kappa2)
-        self.write_decimals, self.read_decimals = options.decimals(options.kappa1), options.decimals(options.kappa2)
+        self.writing, self.reading = (
+            Kernel(kappa, options.decimals(kappa), options.logit_scale(kappa))
+            for kappa in (options.kappa1, options.kappa2)
+        )
         # Only softmax is attention, whose backends know what is visible by themselves.
         self.mask = AttentionMask(None, self.head_dim, "auto" if options.kappa2 == "softmax" else "sdpa")
         self.rotary = options.rotary_table
@@ -154,7 +157,7 @@ class Deltaformer(Mixer):
         """See `Mixer.forward`."""
         compared, strengths = project(self.in_proj, x, [self.widths[0], sum(self.widths[1:])])
         alpha, beta = strengths.split(self.widths[1:], -1)
-        parts, taps = convolve(self.conv, compared, self.compared_widths, context, state)
+        parts = convolve(self.conv, compared, self.compared_widths, context, state)
         q, k, v, w = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         q = rotate(self.q_norm(q), context, self.rotary)
         k = rotate(self.k_norm(k), context, self.rotary)
@@ -162,38 +165,63 @@ class Deltaformer(Mixer):
             w = rotate(self.w_norm(w), context, self.rotary)
         else:  # without a projection of its own w has no heads so far
             w = q if self.options.compare == "qk" else k
-        if state is None:
+        o = self._write_and_read(w, q, k, v, self.alpha(alpha), self.beta(beta), context, state)
+        return self.out_proj(o.flatten(-2)), state
+
+    def _write_and_read(
+        self,
+        w: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        context: Context,
+        state: State | None,
+    ) -> Tensor:
+        """The write and the read; keys and u are put into the state."""
+        past, start = None if state is None or context.fresh else (state["keys"], state["u"]), context.start
+        if past is None or start is None:
             u = self._write(w, k, v, alpha, beta, cu_seqlens=context.cu_seqlens)
+            o = self._read(q, k, u, context)
+        elif context.steps:
+            o, u = step(w, q, k, v, alpha, beta, past, start, self.writing, self.reading)
         else:
-            start = context.positions[:, 0]
-            u = self._write(w, k, v, alpha, beta, prefix_k=state["keys"], prefix_u=state["u"], prefix_lengths=start)
-            k, keys = append(state["keys"], k, start)
-            u, written = append(state["u"], u, start)
-            state = {"keys": keys, "u": written} | taps
-        return self.out_proj(self._read(q, k, u, context).flatten(-2)), state
+            before = {"prefix_k": past[0], "prefix_u": past[1], "prefix_lengths": start}
+            u = self._write(w, k, v, alpha, beta, **before)
+            keys, values = (torch.cat([old.to(new.dtype), new], 1) for old, new in zip(past, (k, u), strict=True))
+            o = self._read(q, keys, values, context)
+        if state is not None and start is not None:
+            write(state["keys"], k, start, context.lengths)
+            write(state["u"], u, start, context.lengths)
+        return o
 
     def _write(self, w: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, **before: Any) -> Tensor:
         return deltaformer_write(
             w,
             k,
             v,
-            self.alpha(alpha),
-            self.beta(beta),
-            kappa1=self.options.kappa1,
-            round_decimals=self.write_decimals,
-            scale=self.write_scale[0],
+            alpha,
+            beta,
+            kappa1=self.writing.kappa,
+            round_decimals=self.writing.round_decimals,
+            scale=self.writing.scale[0],
             bounded=self.beta.bounded,
             **before,
         )
 
     def _read(self, q: Tensor, k: Tensor, u: Tensor, context: Context) -> Tensor:
-        kappa2, scale = self.options.kappa2, self.read_scale[0]
+        kappa2, decimals, scale = self.reading.kappa, self.reading.round_decimals, self.reading.scale[0]
         if kappa2 != "softmax":
             mask = context.tables[self.mask]
-            return deltaformer_read(q, k, u, kappa2=kappa2, round_decimals=self.read_decimals, scale=scale, mask=mask)
+            return deltaformer_read(q, k, u, kappa2=kappa2, round_decimals=decimals, scale=scale, mask=mask)
         if self.write_heads != self.num_kv_heads:  # "qk": each query head has a u of its own
             k = k.repeat_interleave(self.write_heads // self.num_kv_heads, 2)
         return attention(q, k, u, scale=scale, **self.mask.arguments(context))
+
+    def earliest(self, seen: int) -> int:
+        """The first, unless a convolution remembers the last tokens alone."""
+        return 0 if self.conv is None else seen
 
     def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:
         """``keys`` [B, max_length, G, d_h], ``u`` [B, max_length, H_u, d_h], and the convolution's ``taps`` if any."""

@@ -159,10 +159,14 @@ class ShortConvolution(nn.Module):
             x, self.weight, self.bias, activation=activation, positions=positions, taps=taps, widths=widths
         )
 
-    def next_taps(self, x: Tensor, taps: Tensor) -> Tensor:
-        """The last K - 1 of the taps and x [B, T, C]: the taps of the next call, in their dtype."""
-        # A copy: a view would keep all of x alive, and with B = 1 have its strides.
-        return torch.cat([taps, x.to(taps.dtype)], 1)[:, x.shape[1] :].clone(memory_format=torch.contiguous_format)
+    def shift_taps(self, taps: Tensor, x: Tensor, lengths: Tensor | None) -> None:
+        """Make of taps [B, K - 1, C] the last K - 1 of them and of x [B, T, C], whose rows begin with ``lengths``."""
+        tokens, size = torch.cat([taps, x.to(taps.dtype)], 1), taps.shape[1]
+        if lengths is None:
+            taps.copy_(tokens[:, x.shape[1] :])
+            return
+        index = lengths[:, None] + torch.arange(size, device=x.device)
+        taps.copy_(tokens.gather(1, index[..., None].expand(-1, -1, x.shape[2])))
 
     def new_taps(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The taps before the first token, zeros [B, K - 1, C]."""
@@ -176,7 +180,7 @@ def convolve(
     context: Context,
     state: dict[str, Tensor] | None,
     activation: Activation | None = None,
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+) -> tuple[Tensor, ...]:
     """A mixer's convolution, if it has one, and what it convolves in parts.
 
     Args:
@@ -184,16 +188,17 @@ def convolve(
         x: [B, T, C].
         widths: of the parts.
         context: of the call.
-        state: with ``taps`` if there is a convolution, or None.
+        state: with ``taps``, which are updated, if there is a convolution; or None.
         activation: that follows a convolution; none if None.
 
     Returns:
-        The parts [B, T, width], and the new ``taps`` if there are a convolution and a state.
+        The parts [B, T, width].
     """
     if convolution is None:
-        return x.split(list(widths), -1), {}
+        return x.split(list(widths), -1)
     positions = None if context.cu_seqlens is None else context.positions
-    if state is None:
-        return convolution(x, positions, None, activation, widths), {}
-    taps = state["taps"]
-    return convolution(x, positions, taps, activation, widths), {"taps": convolution.next_taps(x, taps)}
+    taps = None if state is None else state["taps"]
+    parts = convolution(x, positions, None if context.fresh else taps, activation, widths)
+    if taps is not None:
+        convolution.shift_taps(taps, x, context.lengths)
+    return parts

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.kernels.attention import attention
-from zoo.mixers.cache import append
+from zoo.kernels.cache_read import read_cache
+from zoo.mixers.cache import write
 from zoo.mixers.context import AttentionMask, Context
 from zoo.mixers.contract import Mixer, State
 from zoo.mixers.feature_maps import HeadNorm, head_norm
@@ -26,8 +27,8 @@ class AttentionOptions(RotaryOptions):
     Attributes:
         qk_norm: norm of queries and keys per head: "rms" is learned; "l2" gives cosines, whose logits are scaled by
             d_h^1/2 (as rms without its weights would); "none".
-        backend: the implementation, see `zoo.kernels.attention.attention`; decoding from a state takes "sdpa", or
-            "reference".
+        backend: the implementation, see `zoo.kernels.attention.attention`. From a state that has seen tokens, several
+            go through "sdpa", or "reference", and one through `zoo.kernels.cache_read.read_cache`.
     """
 
     qk_norm: HeadNorm = "none"
@@ -90,14 +91,37 @@ class SoftmaxAttention(Mixer):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.in_proj(x).split(self.widths, -1))
         q = rotate(self.q_norm(q), context, self.rotary)
         k = rotate(self.k_norm(k), context, self.rotary)
-        if state is not None:
-            start = context.positions[:, 0]
-            k, keys = append(state["keys"], k, start)
-            v, values = append(state["values"], v, start)
-            state = {"keys": keys, "values": values}
-        scale = self.head_dim ** (0.5 if self.qk_norm == "l2" else -0.5)
-        o = attention(q, k, v, scale=scale, **self.mask.arguments(context))
+        o = self._attend(q, k, v, context, state)
         return self.out_proj(o.flatten(-2)), state
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, state: State | None) -> Tensor:
+        scale = self.head_dim ** (0.5 if self.qk_norm == "l2" else -0.5)
+        if state is None or context.fresh:
+            o = attention(q, k, v, scale=scale, **self.mask.arguments(context))
+            self._remember(k, v, context, state)
+            return o
+        past = state["keys"], state["values"]
+        if context.steps:
+            self._remember(k, v, context, state)
+            assert context.start is not None
+            impl = "reference" if self.mask.backend == "reference" else "auto"
+            o, _ = read_cache(q[:, 0], *past, context.start + 1, scale=scale, impl=impl)  # all that a ring has room for
+            return o[:, None].to(v.dtype)
+        keys, values = (torch.cat([old.to(new.dtype), new], 1) for old, new in zip(past, (k, v), strict=True))
+        o = attention(q, keys, values, scale=scale, **self.mask.arguments(context))
+        self._remember(k, v, context, state)  # only now, as the first tokens see what the last ones replace
+        return o
+
+    @staticmethod
+    def _remember(k: Tensor, v: Tensor, context: Context, state: State | None) -> None:
+        if state is not None:
+            assert context.start is not None
+            write(state["keys"], k, context.start, context.lengths)
+            write(state["values"], v, context.start, context.lengths)
+
+    def earliest(self, seen: int) -> int:
+        """The first, unless a ring has begun to forget."""
+        return 0 if self.mask.window is None or seen <= self.mask.window else seen
 
     def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:
         """``keys`` and ``values`` [B, S, G, d_h]: a ring of the last S = window tokens, or of all max_length."""

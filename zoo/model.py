@@ -3,6 +3,7 @@
 Shapes: B batch, T sequence length, D model width, V vocabulary, N documents.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zoo import components, registry
 from zoo.config import ModelConfig
+from zoo.generation import OnToken, generate
 from zoo.kernels.packing import can_read_values, check_cu_seqlens
 from zoo.kernels.precision import layers_dtype
 from zoo.loss import IGNORED, linear_cross_entropy
@@ -68,7 +70,13 @@ class LanguageModel(nn.Module):
     @overload
     def forward(self, tokens: Tensor, labels: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor: ...
     @overload
-    def forward(self, tokens: Tensor, *, state: "TensorDict") -> "tuple[Tensor, TensorDict]": ...
+    def forward(
+        self, tokens: Tensor, *, state: "TensorDict", lengths: Tensor | None = None, last: bool = False
+    ) -> "tuple[Tensor, TensorDict]": ...
+    @overload
+    def forward(
+        self, tokens: Tensor, *, max_length: int, lengths: Tensor | None = None, last: bool = False
+    ) -> "tuple[Tensor, TensorDict]": ...
     def forward(
         self,
         tokens: Tensor,
@@ -76,41 +84,135 @@ class LanguageModel(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         state: "TensorDict | None" = None,
+        max_length: int | None = None,
+        lengths: Tensor | None = None,
+        last: bool = False,
     ) -> "Tensor | tuple[Tensor, TensorDict]":
-        """Logits, or the loss where there are labels, or logits and the next state where there is a state.
+        """Logits, or the loss where there are labels, or logits and the next state in decoding.
+
+        Decoding goes on from a state, or with ``max_length`` begins with one: ``model(tokens, max_length=n)`` is
+        ``model(tokens, state=model.init_state(B, n))``, but knows that there is nothing before these tokens, so that
+        attention is as fast as without a state. It takes no gradients. A state is consumed: its tensors are updated in
+        place, views of them too, and are those of the state that is returned; `state.clone()` keeps a copy.
 
         Args:
             tokens: [B, T] int64 in [0, V).
             labels: [B, T] int64: the target at each position (nothing is shifted), -100 to ignore it.
             cu_seqlens: [N + 1] int32, 0 first and T last, when B = 1 row holds N packed documents.
-            state: from `init_state` or an earlier call, of the tokens before these. It is consumed.
+            state: from `init_state` or an earlier call, of the tokens before these.
+            max_length: the most tokens that the new state will ever hold.
+            lengths: [B] int64 from 0 to T, decoding: how many tokens of each row are there, the first ones. What stands
+                after them never reaches the state, and their logits mean nothing. All are if None.
+            last: decoding: whether only the logits of each row's last token are wanted.
 
         Returns:
-            logits [B, T, V]; or the mean loss over the labels, an fp32 scalar; or (logits, state).
+            logits [B, T, V], or [B, 1, V] with ``last``; or the mean loss over the labels, an fp32 scalar; or
+            (logits, state).
 
         Raises:
             ValueError: an argument is not as above. Values are checked in eager calls on the CPU.
         """
-        self._check(tokens, labels, cu_seqlens, state)
-        states: list[State | None] = [None] * len(self.blocks)
-        embedded = nn.functional.embedding(tokens, self.embedding.weight)  # its own forward reads floats: `StaticFloat`
-        if state is None:
-            context = Context.from_tokens(tokens, cu_seqlens, dtype=layers_dtype(embedded))
-        else:
-            context = Context.from_state(tokens, state["positions"], state["room"].shape[1])
-            states = [dict(state["layers", str(i)].items()) for i in range(len(self.blocks))]
-        hidden, states = self._run(embedded, context.share(self.shared), states)
-        weight = self.embedding.weight if self.head is None else self.head.weight
+        decodes = state is not None or max_length is not None
+        self._check(tokens, labels, cu_seqlens)
+        if decodes and (labels is not None or cu_seqlens is not None):
+            raise ValueError("state: decoding takes neither labels nor cu_seqlens")
+        if decodes:
+            with torch.no_grad():
+                return self._decode(tokens, self._check_state(tokens, state, max_length, lengths), state, lengths, last)
+        if lengths is not None or last:
+            raise ValueError("lengths, last: expected only in decoding, with state or max_length")
+        embedded = self._embed(tokens)
+        context = Context.from_tokens(tokens, cu_seqlens, dtype=layers_dtype(embedded)).share(self.shared)
+        hidden = self._run(embedded, context, [None] * len(self.blocks))[0]
         if labels is not None:
-            return linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten())
-        logits = nn.functional.linear(hidden, weight)
-        return logits if state is None else (logits, self._advance(state, states, tokens.shape[1]))
+            return linear_cross_entropy(hidden.flatten(0, 1), self._head_weight(), labels.flatten())
+        return nn.functional.linear(hidden, self._head_weight())
 
     def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """``model(tokens, labels=labels)``, for use without a wrapper: torch.compile, DDP and FSDP see only forward."""
         return self(tokens, labels=labels, cu_seqlens=cu_seqlens)
 
-    def _run(self, x: Tensor, context: Context, states: list[State | None]) -> tuple[Tensor, list[State | None]]:
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        lengths: Tensor | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_token: int | None = None,
+        seed: int | None = None,
+        on_token: OnToken | None = None,
+        compile: bool | None = None,
+    ) -> Tensor:
+        """Go on from prompts, in eval mode and without gradients.
+
+        The prompts' pass is eager: it runs once, in large kernels, and no length compiles anything. A compiled step is
+        kept as long as the model, for each B, kind of drawing, and size of the state: T + N, rounded up to a power of
+        two from 64, so that few lengths compile anything. On CUDA the step, compiled or not, is replayed as a CUDA
+        graph.
+
+        Args:
+            tokens: [B, T] int64, prompts, padded on the right with any tokens.
+            max_new_tokens: N.
+            lengths: [B] int64 from 1 to T, how many tokens of each row are its prompt; None for all.
+            temperature: what logits are divided by before a token is drawn; 0 takes the most likely one.
+            top_k: draw from that many of the most likely tokens.
+            top_p: draw from the fewest most likely tokens, of these, whose probability reaches it together.
+            stop_token: a row that has emitted it emits nothing else; the loop ends when every row has.
+            seed: of the drawing: the same one, the same tokens, up to rounding of the logits on another device or
+                compiled. None draws from torch's generator of the CPU.
+            on_token: called with each new token of all rows, [B] int64 on the CPU, while the device goes on.
+            compile: whether to compile the step; None: on CUDA, not on a CPU.
+
+        Returns:
+            [B, T + N] int64: each row's prompt, and right after it its new tokens. What is left, where the prompt is
+            shorter than T and after a stop, is ``stop_token``, or 0 without one.
+
+        Raises:
+            ValueError: an argument is not as above, or a mixer cannot decode. ``lengths`` are read only on the CPU.
+        """
+        return generate(
+            self,
+            tokens,
+            max_new_tokens,
+            lengths=lengths,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop_token=stop_token,
+            seed=seed,
+            on_token=on_token,
+            compile=compile,
+        )
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.embedding.weight)  # its own forward reads floats: `StaticFloat`
+
+    def _head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def _decode(
+        self, tokens: Tensor, room: int, given: "TensorDict | None", lengths: Tensor | None, last: bool
+    ) -> "tuple[Tensor, TensorDict]":
+        """Logits, and the state, updated in place; a new one where none was given."""
+        state = self.init_state(tokens.shape[0], room) if given is None else given
+        embedded = self._embed(tokens)
+        fresh, dtype = given is None, layers_dtype(embedded)
+        context = Context.from_state(tokens, state["positions"], room, lengths=lengths, fresh=fresh, dtype=dtype)
+        layers: list[State] = [dict(state["layers", str(i)].items()) for i in range(len(self.blocks))]
+        hidden, following = self._run(embedded, context.share(self.shared), layers)
+        for old, new in zip(layers, following, strict=True):
+            for name, tensor in (new or {}).items():
+                if tensor is not old[name]:  # a mixer may make new tensors
+                    old[name].copy_(tensor)
+        state["positions"].add_(tokens.shape[1] if lengths is None else lengths)
+        if last:
+            hidden = _last(hidden, lengths)
+        return nn.functional.linear(hidden, self._head_weight()), state
+
+    def _run(self, x: Tensor, context: Context, states: Sequence[State | None]) -> tuple[Tensor, list[State | None]]:
         following: list[State | None] = []
         for block, state in zip(self.blocks, states, strict=True):
             if self.activation_checkpointing and state is None and torch.is_grad_enabled():
@@ -148,63 +250,110 @@ class LanguageModel(nn.Module):
         }
         return TensorDict(values, batch_size=[batch_size], device=device)
 
+    def crop(self, state: "TensorDict", length: int) -> "TensorDict":
+        """Go back to an earlier position: each row forgets what came after its first ``length`` tokens.
+
+        Full attention can, and the Deltaformer without a convolution; a sliding window as long as it has not been
+        full. What keeps only a sum of the past cannot. Reads positions on the host.
+
+        Args:
+            state: is consumed.
+            length: of every row that is longer.
+
+        Raises:
+            ValueError: the length is negative, or some layer cannot go back.
+        """
+        if length < 0:
+            raise ValueError(f"length: expected at least 0, got {length}")
+        seen = int(state["positions"].max())
+        for index, mixer in enumerate(self._outermost()):
+            if length < seen and length < mixer.earliest(seen):
+                options: Any = self.config.layers[index].options
+                name = options.mixer.name
+                raise ValueError(
+                    f"length: layer {index}'s mixer {name!r} cannot go back from {seen} tokens to {length}"
+                )
+        state["positions"].clamp_(max=length)
+        return state
+
+    def _outermost(self) -> list[Mixer]:
+        """Of each block its mixer, which may hold further mixers itself."""
+        return [next(part for part in block.modules() if isinstance(part, Mixer)) for block in self.blocks]
+
     def _first_states(self, *args: Any) -> list[State]:
-        """Of each block's mixer, which may hold further mixers itself."""
-        outermost = [next(part for part in block.modules() if isinstance(part, Mixer)) for block in self.blocks]
-        return [mixer.init_state(*args) for mixer in outermost]
-
-    def _advance(self, state: "TensorDict", layers: list[State | None], length: int) -> "TensorDict":
-        from tensordict import TensorDict
-
-        values: dict[str, Any] = {
-            "positions": state["positions"] + length,
-            "room": state["room"],
-            "layers": {str(i): layer for i, layer in enumerate(layers)},
-        }
-        return TensorDict(values, batch_size=state.batch_size, device=state.device)
+        return [mixer.init_state(*args) for mixer in self._outermost()]
 
     def _require(self, capability: str, wanted_by: str) -> None:
         if capability in self.lacking:
             raise ValueError(f"{wanted_by}: {self.lacking[capability]} does not support {capability!r}")
 
-    def _check(
-        self, tokens: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None, state: "TensorDict | None"
-    ) -> None:
+    def _check(self, tokens: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype != torch.int64:
             raise ValueError(f"tokens: expected [B, T] int64, not empty, got {list(tokens.shape)} {tokens.dtype}")
         if labels is not None and (labels.shape != tokens.shape or labels.dtype != torch.int64):
             raise ValueError(f"labels: expected {list(tokens.shape)} int64, got {list(labels.shape)} {labels.dtype}")
-        if state is not None and (labels is not None or cu_seqlens is not None):
-            raise ValueError("state: decoding takes neither labels nor cu_seqlens")
         if cu_seqlens is not None:
             self._require("packed", "cu_seqlens")
             check_cu_seqlens(cu_seqlens, batch_size=tokens.shape[0], length=tokens.shape[1], device=tokens.device)
-        if state is not None:
-            self._check_state(tokens, state)
         if can_read_values(tokens):
             self._check_ids("tokens", tokens)
             if labels is not None:
                 self._check_ids("labels", labels[labels != IGNORED])
 
-    def _check_state(self, tokens: Tensor, state: "TensorDict") -> None:
+    def _check_state(
+        self, tokens: Tensor, state: "TensorDict | None", max_length: int | None, lengths: Tensor | None
+    ) -> int:
+        """The most tokens that the state holds.
+
+        Raises:
+            ValueError: it is not this model's, or has no room, or the lengths are not as they should be.
+        """
+        (batch_size, length), readable = tokens.shape, can_read_values(tokens)
+        if lengths is not None:
+            if lengths.shape != (batch_size,) or lengths.dtype != torch.int64:
+                raise ValueError(f"lengths: expected [{batch_size}] int64, got {list(lengths.shape)} {lengths.dtype}")
+            if readable and not 0 <= int(lengths.min()) <= int(lengths.max()) <= length:
+                raise ValueError(f"lengths: expected from 0 to T = {length}, got {lengths.tolist()}")
+        longest = length if lengths is None or not readable else int(lengths.max())
+        if state is None:
+            assert max_length is not None
+            if max_length < longest:
+                raise ValueError(f"max_length: expected at least the T = {longest} of the tokens, got {max_length}")
+            return max_length
+        if max_length is not None:
+            raise ValueError("max_length: expected none with a state, which has its own")
         if state.batch_size != tokens.shape[:1]:
-            raise ValueError(f"state: expected batch size {tokens.shape[0]}, got {list(state.batch_size)}")
-        if can_read_values(tokens):
-            room, longest = state["room"].shape[1], int(state["positions"].max()) + tokens.shape[1]
-            expected = self._first_states(tokens.shape[0], room, torch.device("meta"), torch.float32)
-            given = [dict(state["layers"].get(str(i), {}).items()) for i in range(len(state["layers"].keys()))]
-            if _forms(given) != _forms(expected):
-                raise ValueError(
-                    f"state: expected one from this model's init_state, with {_forms(expected)}, got {_forms(given)}"
-                )
-            if longest > room:
-                raise ValueError(f"state: it has room for max_length = {room} tokens, these would make {longest}")
+            raise ValueError(f"state: expected batch size {batch_size}, got {list(state.batch_size)}")
+        room = state["room"].shape[1]
+        if readable:
+            self._check_form(state, batch_size, room)
+            new = longest if lengths is None else lengths
+            needed = int((state["positions"] + new).max())
+            if needed > room:
+                raise ValueError(f"state: it has room for max_length = {room} tokens, these would make {needed}")
+        return room
+
+    def _check_form(self, state: "TensorDict", batch_size: int, room: int) -> None:
+        expected = self._first_states(batch_size, room, torch.device("meta"), torch.float32)
+        given = [dict(state["layers"].get(str(i), {}).items()) for i in range(len(state["layers"].keys()))]
+        if _forms(given) != _forms(expected):
+            raise ValueError(
+                f"state: expected one from this model's init_state, with {_forms(expected)}, got {_forms(given)}"
+            )
 
     def _check_ids(self, name: str, ids: Tensor) -> None:
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(
                 f"{name}: expected ids from 0 to {self.vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}"
             )
+
+
+def _last(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Of x [B, T, D] each row's last token [B, 1, D]."""
+    if lengths is None:
+        return x[:, -1:]
+    index = (lengths - 1).clamp(min=0)[:, None, None]
+    return x.gather(1, index.expand(-1, 1, x.shape[2]))
 
 
 def _lacking(config: ModelConfig) -> dict[str, str]:

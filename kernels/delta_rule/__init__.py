@@ -16,7 +16,7 @@ from zoo.kernels.packing import check_cu_seqlens
 from zoo.kernels.precision import precise_dtype
 from zoo.kernels.triton_support import missing_for_heads
 
-__all__ = ["chunk_delta_rule", "recurrent_delta_rule"]
+__all__ = ["chunk_delta_rule", "recurrent_delta_rule", "step_delta_rule"]
 
 _Form = Literal["reference", "torch", "triton"]
 _IMPLS = ("auto", "reference", "torch", "triton")
@@ -139,6 +139,51 @@ def recurrent_delta_rule(
     return delta_rule_reference(*tensors, scale)
 
 
+def step_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """`recurrent_delta_rule` that updates the state in place: for decoding, without gradients.
+
+    Args:
+        q: [B, T, H, d_k].
+        k: [B, T, G, d_k].
+        v: [B, T, G, d_v].
+        beta: [B, T, G].
+        state: [B, G, d_k, d_v], contiguous, in float32 (float64 for float64 v). It becomes the final state.
+        g: [B, T, G] or None.
+        scale: of the read; d_k^-1/2 if None.
+        qk_l2norm: whether q and k are divided by sqrt(|x|^2 + 1e-6) over d_k first.
+        impl: as for `chunk_delta_rule`; "torch" and "reference" are one and the same here.
+
+    Returns:
+        o [B, T, H, d_v] in the dtype of v.
+
+    Raises:
+        ValueError: as for `chunk_delta_rule`, or the state is not as above.
+    """
+    _check(q, k, v, beta, g, state, None, impl, "state")
+    dtype = precise_dtype(v.dtype)
+    if state.dtype != dtype or not state.is_contiguous():
+        raise ValueError(f"state: expected contiguous {dtype}, got {state.dtype} with strides {list(state.stride())}")
+    form = _choose(impl, v, q.shape[-1])
+    q, k, beta, g, _, normalize = _settle(q, k, v, beta, g, state, form, qk_l2norm)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if form == "triton":
+        return triton_ops.step_delta_rule(q, k, v, beta, g, state, scale, normalize)
+    o, final_state = delta_rule_reference(q, k, v, beta, g, state, None, scale)
+    state.copy_(final_state)
+    return o
+
+
 def _choose(impl: str, v: Tensor, key_dim: int) -> _Form:
     """The form that computes a call.
 
@@ -186,6 +231,7 @@ def _check(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     impl: str,
+    state_name: str = "initial_state",
 ) -> None:
     if impl not in _IMPLS:
         raise ValueError(f"impl: expected one of {', '.join(map(repr, _IMPLS))}, got {impl!r}")
@@ -210,6 +256,6 @@ def _check(
         check_cu_seqlens(cu_seqlens, batch_size=batch, length=seq_len, device=q.device)
         num_states = cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        check_shape("initial_state", "[N, G, d_k, d_v]", initial_state, (num_states, groups, key_dim, value_dim))
-    floating = {"q": q, "k": k, "v": v, "beta": beta, "g": g, "initial_state": initial_state}
+        check_shape(state_name, "[N, G, d_k, d_v]", initial_state, (num_states, groups, key_dim, value_dim))
+    floating = {"q": q, "k": k, "v": v, "beta": beta, "g": g, state_name: initial_state}
     check_tensors(floating, {"cu_seqlens": cu_seqlens})

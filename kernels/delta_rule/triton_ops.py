@@ -161,6 +161,27 @@ def _(
     )
 
 
+@torch.library.custom_op(
+    "zoo::step_delta_rule_triton", mutates_args=("state",), tags=(torch.Tag.needs_fixed_stride_order,)
+)
+def step_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor, scale: float, normalize: bool
+) -> Tensor:
+    """`recurrent_forward` as an op that updates the state in place."""
+    from zoo.kernels.delta_rule.triton.recurrent import recurrent_forward
+
+    with torch.cuda.device_of(q):
+        o, _ = recurrent_forward(q, k, v, beta, g, state, None, scale, normalize=normalize, final_state=state)
+    return o
+
+
+@step_delta_rule.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor, scale: float, normalize: bool
+) -> Tensor:
+    return v.new_empty(*q.shape[:3], v.shape[3])
+
+
 def _save_recurrent(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.scale, ctx.normalize = inputs
     ctx.save_for_backward(*tensors)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from comparing import assert_near
 from torch import Tensor
 
-from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
+from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule, step_delta_rule
 from zoo.kernels.delta_rule.reference import delta_rule_reference
 
 LEAVES = ("q", "k", "v", "beta", "g", "initial_state")
@@ -130,6 +130,47 @@ def test_strong_decay(decay: float, share: float, pieces: tuple[int, ...] | None
         actual = results(chunk_delta_rule, as_dtype(x, dtype))
         assert all(y.isfinite().all() for y in actual.values())
         assert_near(actual, expected, bound)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each_decay
+def test_steps_update_the_state_in_place(impl: str, dtype: torch.dtype, decay: float | None) -> None:
+    x = as_dtype(inputs(9, decay=decay), dtype)
+    state = x.pop("initial_state").to(torch.promote_types(dtype, torch.float32))
+    expected = recurrent_delta_rule(**x, initial_state=state.clone(), scale=0.3, qk_l2norm=True)
+    o = []
+    for tensors in zip(*(y.split((1, 1, 7), 1) for y in x.values()), strict=True):
+        piece: Any = dict(zip(x, tensors, strict=True))
+        o.append(step_delta_rule(**piece, state=state, scale=0.3, qk_l2norm=True, impl=impl))
+    torch.testing.assert_close((torch.cat(o, 1), state), expected, rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_step_of_nothing_leaves_the_state_as_it_is() -> None:
+    x = inputs(1, decay=0.05)
+    state = x.pop("initial_state")
+    before = state.clone()
+    nothing: Any = x | {name: torch.zeros_like(x[name]) for name in ("beta", "g")}
+    step_delta_rule(**nothing, state=state)
+    assert torch.equal(state, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda state: state.float(), r"^state: expected contiguous torch.float64, got torch.float32 with strides"),
+        (lambda state: state.mT.contiguous().mT, r"^state: expected contiguous torch.float64, got torch.float64 with"),
+        (lambda state: state[:1], r"^state: expected \[N, G, d_k, d_v\]"),
+    ],
+    ids=["dtype", "strides", "shape"],
+)
+def test_states_that_a_step_cannot_update(change: Callable[[Tensor], Tensor], match: str) -> None:
+    x = inputs(1)
+    state = change(x.pop("initial_state"))
+    with pytest.raises(ValueError, match=match):
+        step_delta_rule(**x, state=state)
 
 
 @pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])

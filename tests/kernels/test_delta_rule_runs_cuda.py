@@ -28,7 +28,7 @@ from delta_rule_cases import (
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule
+from zoo.kernels.delta_rule import chunk_delta_rule, recurrent_delta_rule, step_delta_rule
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -189,6 +189,30 @@ def test_the_recurrent_op_is_sound(form: Form, pieces: tuple[int, ...] | None, s
     q, k, v, beta, g, initial_state, cu_seqlens = (x.get(name) for name in (*LEAVES, "cu_seqlens"))
     args = q, k, v, beta, g, initial_state if state else None, cu_seqlens, 0.3, form.normalize
     torch.library.opcheck(torch.ops.zoo.recurrent_delta_rule_triton.default, args)
+
+
+@pytest.mark.parametrize("form", [PLAIN, BOTH])
+def test_the_step_op_is_sound(form: Form) -> None:
+    x = inputs(1, form, batch=3, heads=(4, 2), dims=(16, 32), dtype=FP32)
+    q, k, v, beta, g, state = (None if y is None else y.detach() for y in (x.get(name) for name in LEAVES))
+    args = q, k, v, beta, g, state, 0.3, form.normalize
+    torch.library.opcheck(torch.ops.zoo.step_delta_rule_triton.default, args)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", [PLAIN, BOTH])
+def test_steps_in_one_graph_update_the_state_in_place(form: Form) -> None:
+    x = {name: y.detach() for name, y in inputs(20, form, batch=3, heads=(4, 2), dims=(16, 32), dtype=BF16).items()}
+    state = x.pop("initial_state")
+    options = {"scale": 0.3, "qk_l2norm": form.normalize}
+    expected = recurrent_delta_rule(**x, initial_state=state.clone(), **options)
+    place, call = state.data_ptr(), torch.compile(step_delta_rule, fullgraph=True)
+    o = []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for t in range(20):
+            o.append(call(**{name: y[:, t : t + 1] for name, y in x.items()}, state=state, **options))
+    torch.testing.assert_close((torch.cat(o, 1), state), expected, rtol=1e-2, atol=1e-2)
+    assert state.data_ptr() == place
 
 
 @pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])

@@ -425,6 +425,14 @@ def check_recurrent(x: dict[str, Any], form: Form, *, dtype: torch.dtype = torch
     expected = reference(x, upstream(x, dtype), normalize=form.normalize, scale=scale)
     actual = {"o": o.double().cpu(), "final_state": final_state.double().cpu()}
     assert_near(actual, {name: expected[name] for name in actual}, 1e-6 if dtype == torch.float32 else 1e-3)
+    if state is not None:  # and in place
+        memory = state.clone()
+        again, same = recurrent_forward(
+            q, k, v, beta, g, memory, cu_seqlens, scale, normalize=form.normalize, final_state=memory
+        )
+        assert same is memory
+        assert torch.equal(again, o)
+        assert torch.equal(memory, final_state)
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 7])

@@ -49,7 +49,7 @@ class RunningMean(Mixer):
         order = torch.arange(x.shape[1])
         lag = order[:, None] - order
         visible = (lag >= 0) & (lag <= context.positions[..., None])  # the document's own tokens
-        total = (visible[..., None] * precise(x)[:, None]).sum(2)
+        total = (visible[..., None] * precise(context.hide_padding(x))[:, None]).sum(2)
         if state is not None:
             total = total + state["total"][:, None]
             state = {"total": torch.empty_like(state["total"]).copy_(total[:, -1])}
@@ -263,6 +263,43 @@ def test_rows_of_a_state_may_be_of_different_age(case: Case) -> None:
     y, _ = step(mixer, torch.stack([x[i, age : age + 5] for i, age in enumerate(ages)]), together, torch.tensor(ages))
     for i, age in enumerate(ages):
         assert_near(y[i], mix(mixer, x[i : i + 1])[0, age : age + 5])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ages", [(0, 0, 0, 0), (3, 9, 20, 70)], ids=str)
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("lengths", [(5, 1, 2, 37), (66, 64, 0, 3), (1, 0, 1, 1)], ids=str)
+def test_padding_leaves_no_trace(case: Case, lengths: tuple[int, ...], fresh: bool, ages: tuple[int, ...]) -> None:
+    """Rows of different length are what each is alone, and their states too, whatever stands behind them."""
+    case.require("decode")
+    if fresh and any(ages):
+        pytest.skip("a fresh state is of age 0")
+    mixer, width = case.build(), max(lengths)
+    x = torch.randn(4, max(ages) + width + 2, DIM)
+    states = [new_state(mixer, 1) for _ in ages]
+    for i, age in enumerate(ages):
+        if age:
+            _, states[i] = step(mixer, x[i : i + 1, :age], states[i], 0)
+    start = torch.tensor(ages)
+    pieces = torch.stack([x[i, age : age + width] for i, age in enumerate(ages)])
+    ends = []
+    for padding in (0.0, 100.0):
+        state = {key: torch.cat([state[key] for state in states]) for key in states[0]}
+        for i, length in enumerate(lengths):
+            pieces[i, length:] = padding
+        context = Context.from_state(pieces[..., 0], start, MAX_LENGTH, lengths=torch.tensor(lengths), fresh=fresh)
+        y, state = mixer(pieces, context.share(mixer.shared), state)
+        ends.append(state)
+        whole = mix(mixer, x)
+        for i, (age, length) in enumerate(zip(ages, lengths, strict=True)):
+            if length:
+                assert_near(y[i, :length], whole[i, age : age + length])
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+    there = start + torch.tensor(lengths)
+    following = torch.stack([x[i, end : end + 1] for i, end in enumerate(there.tolist())])
+    y, _ = step(mixer, following, ends[0], there)
+    for i, end in enumerate(there.tolist()):
+        assert_near(y[i], whole[i, end : end + 1])
 
 
 @torch.no_grad()

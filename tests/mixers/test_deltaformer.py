@@ -275,7 +275,7 @@ def test_logits_of_softmax_alone_are_scaled(qk_norm: str, scale: float) -> None:
 
 def test_write_and_read_have_a_scale_each() -> None:
     layer = deltaformer(num_heads=1, head_dim=16, kappa1="linear", kappa2="softmax")
-    assert (layer.write_scale, layer.read_scale) == ((1.0,), (4.0,))
+    assert (layer.writing.scale, layer.reading.scale) == ((1.0,), (4.0,))
 
 
 @pytest.mark.parametrize("decimals", [0, 2])

@@ -41,9 +41,17 @@ def test_convolution_goes_on_from_its_taps(size: int) -> None:
     taps, ys = module.new_taps(2, x.device, x.dtype), []
     for piece in x.split((1, 2, 5, 1, 3), 1):
         ys += module(piece, taps=taps)
-        taps = module.next_taps(piece, taps)
+        module.shift_taps(taps, piece, None)
     torch.testing.assert_close(torch.cat(ys, 1), expected)
     assert torch.equal(taps, x[:, 12 - (size - 1) :])
+
+
+def test_taps_are_of_tokens_that_are_there() -> None:
+    module, x, lengths = convolution(4, False), torch.randn(5, 6, 6), [0, 1, 2, 4, 6]
+    taps = torch.randn(5, 3, 6)
+    expected = [torch.cat([old, new[:length]])[-3:] for old, new, length in zip(taps, x, lengths, strict=True)]
+    module.shift_taps(taps, x, torch.tensor(lengths))
+    assert torch.equal(taps, torch.stack(expected))
 
 
 def test_convolution_stays_within_documents() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zoo import ZooConfigError, components
 from zoo.mixers import context
-from zoo.mixers.cache import slot_positions, write_ring
+from zoo.mixers.cache import slot_positions, write
 from zoo.mixers.context import AttentionMask, Context, RotaryTable
 from zoo.mixers.rotary import rotate
 from zoo.mixers.softmax_attention import SoftmaxAttention
@@ -128,8 +128,8 @@ def test_ring_holds_the_last_tokens(start: int, length: int) -> None:
     tokens = torch.arange(1.0, start + length + 1)[None, :, None, None]
     cache = torch.zeros(1, 4, 1, 1)
     for t in range(start):
-        cache = write_ring(cache, tokens[:, t : t + 1], torch.tensor([t]))
-    cache = write_ring(cache, tokens[:, start:], torch.tensor([start]))
+        write(cache, tokens[:, t : t + 1], torch.tensor([t]))
+    write(cache, tokens[:, start:], torch.tensor([start]))
     held = slot_positions(torch.tensor([start + length]), 4)[0]
     assert cache.flatten().tolist() == [max(p + 1, 0) for p in held.tolist()]
 

@@ -313,3 +313,68 @@ def test_a_mixer_may_be_made_of_mixers() -> None:
             torch.testing.assert_close(torch.cat(logits, 1), model(tokens), rtol=1e-4, atol=1e-5)
     finally:
         del registry._entries()["mixer", "twice"]
+
+
+@torch.no_grad()
+def test_a_prefill_that_makes_the_state(recipe: zoo.LanguageModel) -> None:
+    """Rows of different length, then steps; equal to what goes on from an empty state."""
+    tokens, _ = batch(70, rows=4, vocab=V)
+    lengths = torch.tensor([65, 1, 40, 64])
+    logits, state = recipe(tokens[:, :65], max_length=100, lengths=lengths)
+    again, other = recipe(tokens[:, :65], state=recipe.init_state(4, 100), lengths=lengths)
+    last, _ = recipe(tokens[:, :65], max_length=100, lengths=lengths, last=True)
+    whole = recipe(tokens)
+    for row, length in enumerate(lengths.tolist()):
+        for found in (logits, again):
+            torch.testing.assert_close(found[row, :length], whole[row, :length], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(last[row, 0], whole[row, length - 1], rtol=1e-4, atol=1e-5)
+    assert state["positions"].tolist() == other["positions"].tolist() == lengths.tolist()
+    for offset in range(5):
+        step = tokens.gather(1, lengths[:, None] + offset)
+        logits, state = recipe(step, state=state)
+        torch.testing.assert_close(recipe(step, state=other)[0], logits, rtol=1e-4, atol=1e-5)
+        for row, length in enumerate(lengths.tolist()):
+            torch.testing.assert_close(logits[row, 0], whole[row, length + offset], rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_is_updated_in_place_and_takes_no_gradients() -> None:
+    model, (tokens, _) = small(), batch(12)
+    state = model.init_state(3, 12)
+    places = {key: value.data_ptr() for key, value in state.items(True, True)}
+    for piece in tokens.split((7, 1, 1, 3), 1):
+        logits, state = model(piece, state=state)
+        assert not logits.requires_grad
+    assert {key: value.data_ptr() for key, value in state.items(True, True)} == places
+    assert not any(value.requires_grad for value in state.values(True, True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["full_attention", "deltaformer", {"name": "sliding_window", "window": 20}], ids=str)
+def test_a_state_goes_back_to_an_earlier_position(mixer: Any) -> None:
+    model, (tokens, _) = small(layers={"pattern": [{"mixer": mixer}]}), batch(20)
+    _, state = model(tokens[:, :14], max_length=20)
+    state = model.crop(state, 9)
+    assert state["positions"].tolist() == [9, 9, 9]
+    for piece in tokens[:, 9:19].split((1, 1, 8), 1):
+        _, state = model(piece, state=state)
+    logits, _ = model(tokens[:, 19:], state=state)
+    torch.testing.assert_close(logits[:, 0], model(tokens)[:, -1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "name"),
+    [
+        ("delta_net", "delta_net"),
+        ({"name": "sliding_window", "window": 13}, "sliding_window"),
+        ({"name": "deltaformer", "conv_size": 4}, "deltaformer"),
+    ],
+    ids=str,
+)
+def test_what_cannot_go_back_says_so_before_anything_changes(mixer: Any, name: str) -> None:
+    model, (tokens, _) = small(layers={"pattern": [{"mixer": "full_attention"}, {"mixer": mixer}]}), batch(14)
+    _, state = model(tokens, max_length=20)
+    with pytest.raises(ValueError, match=f"^length: layer 1's mixer '{name}' cannot go back from 14 tokens to 9$"):
+        model.crop(state, 9)
+    with pytest.raises(ValueError, match=r"^length: expected at least 0, got -1$"):
+        model.crop(state, -1)
+    assert model.crop(state, 14)["positions"].tolist() == [14, 14, 14]

@@ -54,6 +54,48 @@ def test_state_goes_with_nothing_else(extra: dict[str, Any]) -> None:
         decoder(ROW, state=decoder.init_state(1, 9), **extra)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"lengths": torch.tensor([1, 5])}, "^lengths, last: expected only in decoding, with state or max_length$"),
+        ({"last": True}, "^lengths, last: expected only in decoding, with state or max_length$"),
+        ({"max_length": 4}, "^max_length: expected at least the T = 5 of the tokens, got 4$"),
+        ({"max_length": 4, "lengths": torch.tensor([5, 1])}, "^max_length: expected at least the T = 5 .*, got 4$"),
+        ({"max_length": 9, "labels": TOKENS}, "^state: decoding takes neither labels nor cu_seqlens$"),
+        (
+            {"max_length": 9, "lengths": torch.tensor([1, 2, 3])},
+            r"^lengths: expected \[2\] int64, got \[3\] torch.int64$",
+        ),
+        (
+            {"max_length": 9, "lengths": torch.tensor([1.0, 2.0])},
+            r"^lengths: expected \[2\] int64, got .* torch.float32$",
+        ),
+        ({"max_length": 9, "lengths": torch.tensor([1, 6])}, r"^lengths: expected from 0 to T = 5, got \[1, 6\]$"),
+        ({"max_length": 9, "lengths": torch.tensor([-1, 2])}, r"^lengths: expected from 0 to T = 5, got \[-1, 2\]$"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_a_prefill_are_named(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        model()(TOKENS, **arguments)
+
+
+def test_a_state_has_its_own_max_length() -> None:
+    decoder: Any = model()
+    with pytest.raises(ValueError, match=r"^max_length: expected none with a state, which has its own$"):
+        decoder(TOKENS, state=decoder.init_state(2, 9), max_length=9)
+
+
+def test_room_counts_tokens_that_are_there() -> None:
+    decoder = model()
+    _, state = decoder(TOKENS, state=decoder.init_state(2, 7), lengths=torch.tensor([5, 2]))
+    kept = state.clone()
+    with pytest.raises(ValueError, match=r"room for max_length = 7 tokens, these would make 8"):
+        decoder(TOKENS, state=state, lengths=torch.tensor([3, 5]))
+    assert (state == kept).all()
+    decoder(TOKENS, state=state, lengths=torch.tensor([2, 5]))
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_state_of_another_batch_size(rows: int) -> None:
     decoder = model()

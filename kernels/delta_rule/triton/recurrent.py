@@ -41,7 +41,7 @@ def _recurrent_kernel(
     NORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """One program a document, key/value head and slice of d_v."""
+    """One program a document, key/value head and slice of d_v; it reads its part of the state before it writes it."""
     SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0)
     slice = program % SLICES
@@ -94,6 +94,7 @@ def recurrent_forward(
     scale: float,
     *,
     normalize: bool,
+    final_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence, in one launch.
 
@@ -107,6 +108,7 @@ def recurrent_forward(
         cu_seqlens: [N + 1], or None.
         scale: of the read.
         normalize: whether q and k are L2-normalised.
+        final_state: where it is to be, contiguous, which may be the initial one; a new tensor if None.
 
     Returns:
         o [B, T, H, d_v] in the dtype of v, and the final state [N, G, d_k, d_v] fp32.
@@ -114,7 +116,8 @@ def recurrent_forward(
     (batch, seq_len, heads, key_dim), (groups, value_dim) = q.shape, v.shape[2:]
     documents = batch if cu_seqlens is None else len(cu_seqlens) - 1
     o = v.new_empty(batch, seq_len, heads, value_dim)
-    final_state = beta.new_empty(documents, groups, key_dim, value_dim)
+    if final_state is None:
+        final_state = beta.new_empty(documents, groups, key_dim, value_dim)
     q, k, v = rows(q), rows(k), rows(v)
     _recurrent_kernel[(documents * groups * triton.cdiv(value_dim, _BLOCK_V),)](
         q,
