@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import zoo
 from zoo.compare.report import markdown
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +25,7 @@ def folder(tmp_path: Path) -> Path:
     (example,) = blocks("yaml")
     assert example.startswith("# mine.yaml\n")
     (tmp_path / "mine.yaml").write_text(example)
+    zoo.save(zoo.build(tmp_path / "mine.yaml"), tmp_path / "folder")  # as the first snippet does
     return tmp_path
 
 

@@ -26,7 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Sequence-model architectures with swappable token mixers: list them, look into them, compare them.",
+    help="Sequence-model architectures with swappable token mixers: list them, look into them, compare them, generate.",
 )
 
 
@@ -99,6 +99,50 @@ def show(
 
 
 @app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(help="A model that zoo.save wrote.")],
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="Text to go on from. Token ids, e.g. 1,2,3, if the vocabulary is not the 256 bytes."),
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file that holds it.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to add.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Below 1 likely tokens gain; 0 takes the likeliest always.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many of the likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the fewest likely tokens that have this probability together.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the drawing. Default: another each time.")] = None,
+    stop: Annotated[
+        int | None, typer.Option(help="Id of a token to stop at, e.g. 10, the byte that ends a line.")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Compile the step. Default: on CUDA.")
+    ] = None,
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Import the classes that the folder's configuration names by a path.")
+    ] = False,
+) -> None:
+    """Go on from a prompt with a saved model, and print each token when it is there.
+
+    The speed stands on stderr: of everything, the prompt's pass and the compilation too.
+    """
+    import torch
+
+    from zoo import machine
+    from zoo.checkpoint import load
+    from zoo.prompt import read, stream
+
+    where, chosen, text = machine.find(device), _dtype(dtype), read(prompt, prompt_file)
+    model = load(folder, device=where, trust_code=trust_code)
+    model.to(chosen or (torch.bfloat16 if where.type == "cuda" else torch.float32))
+    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    stream(model, text, max_new_tokens, stop_token=stop, compile=compile, **drawing)
+
+
+@app.command()
 def compare(
     sources: Annotated[
         list[str] | None,
@@ -108,9 +152,19 @@ def compare(
         ),
     ] = None,
     lengths: Annotated[
-        str | None, typer.Option(help="Sequence lengths, e.g. 512,2k. Default: 1024 on a CPU, 2048 on CUDA.")
+        str | None,
+        typer.Option(
+            help="Sequence lengths, e.g. 512,2k; of decode, the context's. Default: 1024 on a CPU, 2048 on CUDA; "
+            "of prefill and decode 256,1024 on a CPU, 1k,8k,32k on CUDA."
+        ),
     ] = None,
-    mode: Annotated[str | None, typer.Option(help="train or forward. Default: both.")] = None,
+    mode: Annotated[
+        str, typer.Option(help="Of train, forward, or of prefill (a prompt), decode (a token of each row).")
+    ] = "train,forward",
+    batch: Annotated[
+        str | None,
+        typer.Option(help="Rows of prefill and decode, e.g. 1,8. Default: 1,8 on a CPU, 1,8,64 on CUDA."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for results.json, table.md and plot.png.")] = Path(
         "results/compare"
     ),
@@ -131,7 +185,8 @@ def compare(
 ) -> None:
     """Train and run several architectures on real text, eager and compiled, and compare them.
 
-    Each architecture at each length makes training steps (forward, loss, backward, AdamW) and forward passes.
+    Each architecture at each length makes training steps (forward, loss, backward, AdamW) and forward passes; or, to
+    decode, passes over prompts, and single tokens after as many tokens.
     Shows a table, writes results.json, table.md and plot.png, and prints one JSON object as the last line.
     """
     from zoo.compare import report
@@ -140,8 +195,9 @@ def compare(
 
     plan = make_plan(
         sources or [],
-        modes=MODES if mode is None else (_choice("--mode", mode, {name: name for name in MODES}),),
+        modes=tuple(_choice("--mode", name, {name: name for name in MODES}) for name in mode.split(",")),
         lengths=None if lengths is None else _lengths(lengths),
+        batch_sizes=None if batch is None else _listed(batch, _batch_size),
         tokens_per_step=tokens_per_step,
         warmup=warmup,
         steps=steps,
@@ -289,6 +345,10 @@ def _run(
 
 def _lengths(text: str) -> tuple[int, ...]:
     return _listed(text, lambda part: _number("--lengths", part, "numbers of tokens, such as 512,2k"))
+
+
+def _batch_size(text: str) -> int:
+    return _number("--batch", text, "numbers of rows, such as 1,8")
 
 
 def _window(text: str) -> int | None:

@@ -27,7 +27,8 @@ def test_import_is_light() -> None:
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (["--help"], ["list", "show", "compare"]),
+        (["--help"], ["list", "show", "compare", "generate"]),
+        (["generate", "--help"], ["--prompt-file", "--top-p", "--stop", "--no-compile"]),
         (["compare", "--help"], ["--lengths", "--text", "--out", "--tokens-per-step"]),
         (["list"], ["delta_net", "sliding_window", "swiglu", "deltanet-swa-1.3b", "2406.06484"]),
         (["list", "delta*", "--kind", "mixer"], ["delta_net"]),
@@ -93,7 +94,7 @@ def test_compare_shows_a_table_and_ends_in_json(tmp_path: Path) -> None:
             "graph_breaks", "params", "flops_per_token", "loss"} <= results["rows"][0].keys()  # fmt: skip
     assert {"device", "torch", "python", "commit"} <= results["machine"].keys()
     assert results["complete"] is True
-    assert [line for line in done.stderr.splitlines() if line.startswith("[1/4] deltanet-tiny  T 32  train  eager")]
+    assert "\n[1/4] deltanet-tiny  B 2  T 32  train  eager" in f"\n{done.stderr}"
 
 
 def test_a_class_path_may_name_a_module_in_the_current_folder(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,42 @@ def test_rows_hold_true_figures(tmp_path: Path) -> None:
     assert by_key[64, "train", True]["flops_per_token"] == 3 * by_key[64, "forward", True]["flops_per_token"]
 
 
+def test_decoding_by_batch_and_context(tmp_path: Path) -> None:
+    sources = [small(tmp_path, "one", "full_attention"), small(tmp_path, "two", "delta_net")]
+    plan = make_plan(sources, modes=("prefill", "decode"), lengths=(32, 64), batch_sizes=(1, 3), steps=3, warmup=2)
+    rows = run(plan)
+    for name in ("one", "two"):
+        kinds = [(row["mode"], row["compiled"], row["length"], row["batch_size"]) for row in rows
+                 if row["recipe"] == name]  # fmt: skip
+        assert kinds == [*product(("prefill", "decode"), (False, True), (32, 64), (1, 3))]
+    for row in rows:
+        tokens = row["batch_size"] * (row["length"] if row["mode"] == "prefill" else 1)
+        assert row["tokens_per_s"] == pytest.approx(tokens / row["step_ms"] * 1e3)
+        config = plan.configs[row["recipe"]]
+        assert row["state_bytes"] == row["batch_size"] * config.state_bytes(row["length"], torch.float32)
+        assert row["peak_bytes"] > 4 * row["params"] + row["state_bytes"]
+        assert row["graph_breaks"] == (0 if row["compiled"] else None)
+        if row["mode"] == "decode":
+            assert row["graphs"] == (1 if row["compiled"] else None)
+    states = {(row["recipe"], row["length"]): row["state_bytes"] for row in rows if row["batch_size"] == 1}
+    assert states["one", 64] == 2 * states["one", 32]
+    assert states["two", 64] == states["two", 32]
+    results: dict[str, Any] = {
+        "machine": {"device": "GPU", "torch": "2"},
+        "settings": {"dtype": "float32", "tokens_per_step": 64, "steps": 3},
+        "rows": rows,
+    }
+    lines = report.markdown(results).splitlines()
+    assert lines[0] == "GPU, torch 2, float32, medians of 3 steps:"
+    assert lines[2].startswith("| recipe | length | batch | mode | eager tok/s |")
+    assert len(lines) == 4 + len(rows) / 2
+    report.plot(results | {"rows": [*rows, {**KIND, "error": "OutOfMemoryError"}]}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+KIND = {"recipe": "three", "length": 64, "batch_size": 3, "mode": "decode", "compiled": True}
+
+
 class Broken(FullAttention):
     def forward(self, x: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, State | None]:
         raise RuntimeError("it broke")
@@ -89,6 +126,8 @@ def test_a_broken_architecture_loses_nothing_else_and_breaks_are_counted(
         ({"lengths": (64,), "tokens_per_step": 32}, "--tokens-per-step: got 32, allowed: at least 64"),
         ({"steps": 0}, "--steps: got 0, allowed: at least 1"),
         ({"warmup": 0}, "--warmup: got 0, allowed: at least 1"),
+        ({"batch_sizes": (0,)}, "--batch: got 0, allowed: at least 1"),
+        ({"modes": ("train", "decode")}, "--mode: got train,decode, allowed: prefill and decode together, or train"),
         ({"device": "tpu"}, "--device: got 'tpu', allowed: cpu, cuda"),
         ({"device": "meta"}, "--device: got 'meta', allowed: cpu, cuda"),
         ({"sources": ["deltanet-tiny", "deltanet-tiny"]}, "another model is called 'deltanet-tiny'"),

@@ -14,13 +14,16 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from zoo.builder import construct
-from zoo.compare.plan import Cell, Plan
+from zoo.compare.plan import DECODING, Cell, Plan
+from zoo.decoding import Decoder
 from zoo.memory import peak_cpu_bytes
 from zoo.text import batches
 
 __all__ = ["Runner"]
 
 _LEARNING_RATE = 1e-3
+
+Step = Callable[[], Tensor | None]
 
 
 class Runner:
@@ -49,8 +52,8 @@ class Runner:
             medians over the steps; ``peak_bytes`` counts tensors: parameters, optimiser state and activations.
         """
         plan, config = self.plan, self.plan.configs[cell.recipe]
-        batch_size = max(1, plan.tokens_per_step // cell.length)
-        step = self._step(cell, batches(plan.text, batch_size, cell.length))
+        decodes = cell.mode in DECODING
+        step = self._decoding_step(cell) if decodes else self._step(cell)
         first, _ = self._time(step)
         for _ in range(plan.warmup - 1):
             step()
@@ -58,10 +61,10 @@ class Runner:
         seconds = [time for time, _ in timed]
         typical = median(seconds)
         low, *_, high = quantiles(seconds, n=5) if len(seconds) > 1 else seconds * 2
-        tokens = batch_size * cell.length
+        tokens = cell.batch_size * (1 if cell.mode == "decode" else cell.length)
         flops = config.flops_per_token(cell.length) * (3 if cell.mode == "train" else 1)
+        state_bytes = cell.batch_size * config.state_bytes(cell.length, plan.dtype)
         return {
-            "batch_size": batch_size,
             "tokens_per_s": tokens / typical,
             "tokens_per_s_p20": tokens / high,
             "tokens_per_s_p80": tokens / low,
@@ -71,13 +74,36 @@ class Runner:
             "graphs": counters["stats"]["unique_graphs"] if cell.compiled else None,
             "graph_breaks": sum(counters["graph_break"].values()) if cell.compiled else None,
             "params": sum(parameter.numel() for parameter in self.model.parameters()),
-            "flops_per_token": flops,
+            "flops_per_token": None if cell.mode == "decode" else flops,
             "loss": timed[-1][1],
-        }
+        } | ({"state_bytes": state_bytes} if decodes else {})
 
-    def _step(self, cell: Cell, data: Iterator[tuple[Tensor, Tensor]]) -> Callable[[], Tensor | None]:
+    def _decoding_step(self, cell: Cell) -> Step:
+        """A prefill, or one token of each row with ``length - 1`` tokens before it; what these are does not matter."""
+        generator = torch.Generator(self.plan.device).manual_seed(self.plan.seed)
+        shape = cell.batch_size, 1 if cell.mode == "decode" else cell.length
+        tokens = torch.randint(self.model.vocab_size, shape, generator=generator, device=self.plan.device)
+        if cell.mode == "prefill":
+
+            def prefill() -> None:
+                self.call(tokens, max_length=cell.length, last=True)
+
+            return prefill
+        counters.clear()  # each batch and length has a graph of its own
+        state = self.model.init_state(cell.batch_size, cell.length)
+        for tensor in state["layers"].values(True, True):
+            tensor.normal_(std=0.1, generator=generator)
+        decoder, self.state = Decoder(self.model, state, compile=cell.compiled), state
+
+        def decode() -> None:
+            state["positions"].fill_(cell.length - 1)
+            decoder(tokens[:, 0])
+
+        return decode
+
+    def _step(self, cell: Cell) -> Step:
         """One step as a call; training starts from the initial weights again."""
-        ready = self._on_device(data)
+        ready = self._on_device(batches(self.plan.text, cell.batch_size, cell.length))
         if cell.mode == "forward":
 
             def forward() -> None:
@@ -104,7 +130,7 @@ class Runner:
         ready = [tuple(part.to(self.plan.device) for part in batch) for batch in islice(data, needed)]
         return iter(ready)  # pyright: ignore[reportReturnType]
 
-    def _time(self, step: Callable[[], Tensor | None]) -> tuple[float, float | None]:
+    def _time(self, step: Step) -> tuple[float, float | None]:
         """Seconds of one step, and its loss."""
         self._synchronize()
         start = perf_counter()
@@ -116,7 +142,7 @@ class Runner:
         if self.plan.device.type == "cuda":
             torch.cuda.synchronize(self.plan.device)
 
-    def _peak_bytes(self, step: Callable[[], Tensor | None]) -> int:
+    def _peak_bytes(self, step: Step) -> int:
         """The most bytes that tensors take during a step."""
         if self.plan.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.plan.device)
@@ -125,8 +151,10 @@ class Runner:
         return self._lasting_bytes() + peak_cpu_bytes(step)
 
     def _lasting_bytes(self) -> int:
-        """Parameters and optimiser state, which live across steps."""
-        tensors = list(self.model.parameters())
+        """Parameters, optimiser state and the state of decoding, which live across steps."""
+        tensors: list[Tensor] = list(self.model.parameters())
+        if hasattr(self, "state"):
+            tensors += [value for value in self.state.values(True, True) if isinstance(value, Tensor)]
         if hasattr(self, "optimizer"):
             states = self.optimizer.state.values()
             tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]

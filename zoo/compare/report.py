@@ -1,6 +1,6 @@
 """Results as a table, as Markdown, and as a plot."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zoo.compare.plan import DECODING
+
 __all__ = ["markdown", "plot", "table"]
 
 Row = dict[str, Any]
@@ -18,12 +20,14 @@ Row = dict[str, Any]
 _COLUMNS = (
     "recipe",
     "length",
+    "batch",
     "mode",
     "eager tok/s",
     "compiled tok/s",
     "speedup",
     "step ms",
     "peak MiB",
+    "state MiB",
     "compile s",
     "graphs",
     "breaks",
@@ -31,44 +35,56 @@ _COLUMNS = (
     "MFLOP/tok",
     "loss",
 )
-_LEFT = (0, 2)  # columns of words
+_LEFT = ("recipe", "mode")  # columns of words
+_OF_DECODING = ("batch", "state MiB")
 _FEWEST = 6  # columns that are always shown
 
 
 def _pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
-    """(eager, compiled) of each recipe, length and mode; training first, then by length."""
-    found: dict[tuple[str, int, str], dict[bool, Row]] = {}
+    """(eager, compiled) of each recipe, length, batch and mode; training first, then by length and batch."""
+    found: dict[tuple[Any, ...], dict[bool, Row]] = {}
     for row in rows:
-        found.setdefault((row["recipe"], row["length"], row["mode"]), {})[row["compiled"]] = row
+        key = row["recipe"], row["length"], row.get("batch_size"), row["mode"]
+        found.setdefault(key, {})[row["compiled"]] = row
     pairs = [(pair.get(False, {}), pair.get(True, {})) for pair in found.values()]
     return sorted(pairs, key=lambda pair: _order(pair[0] or pair[1]))
 
 
-def _order(row: Row) -> tuple[bool, int]:
-    return row["mode"] != "train", row["length"]
+def _order(row: Row) -> tuple[bool, str, int, int]:
+    decodes = row["mode"] if row["mode"] in DECODING else ""
+    return row["mode"] != "train", decodes, row["length"], row.get("batch_size", 0)
 
 
-def _cells(eager: Row, compiled: Row) -> list[str]:
+def _columns(rows: list[Row]) -> list[str]:
+    decodes = any(row["mode"] in DECODING for row in rows)
+    return [name for name in _COLUMNS if decodes or name not in _OF_DECODING]
+
+
+def _cells(eager: Row, compiled: Row) -> dict[str, str]:
     """One line of the table: throughput of both, and the other figures of the compiled one."""
     either = compiled or eager
     both = "tokens_per_s" in eager and "tokens_per_s" in compiled
     speedup = f"{compiled['tokens_per_s'] / eager['tokens_per_s']:.2f}x" if both else "-"
     best = compiled if "tokens_per_s" in compiled else eager
-    return [
-        either["recipe"],
-        f"{either['length']}",
-        either["mode"],
-        *(_rate(row) for row in (eager, compiled)),
-        speedup,
-        _number(best.get("step_ms"), "{:.1f}"),
-        _number(best.get("peak_bytes"), "{:,.0f}", 2**-20),
-        _number(compiled.get("compile_s"), "{:.1f}"),
-        _number(compiled.get("graphs"), "{}"),
-        _number(compiled.get("graph_breaks"), "{}"),
-        _number(best.get("params"), "{:.2f}M", 1e-6),
-        _number(best.get("flops_per_token"), "{:,.1f}", 1e-6),
-        _number(best.get("loss"), "{:.3f}"),
-    ]
+    milliseconds = "{:.1f}" if either["mode"] != "decode" else "{:.3g}"
+    return {
+        "recipe": either["recipe"],
+        "length": f"{either['length']}",
+        "batch": _number(either.get("batch_size"), "{}"),
+        "mode": either["mode"],
+        "eager tok/s": _rate(eager),
+        "compiled tok/s": _rate(compiled),
+        "speedup": speedup,
+        "step ms": _number(best.get("step_ms"), milliseconds),
+        "peak MiB": _number(best.get("peak_bytes"), "{:,.0f}", 2**-20),
+        "state MiB": _number(best.get("state_bytes"), "{:,.1f}", 2**-20),
+        "compile s": _number(compiled.get("compile_s"), "{:.1f}"),
+        "graphs": _number(compiled.get("graphs"), "{}"),
+        "breaks": _number(compiled.get("graph_breaks"), "{}"),
+        "params": _number(best.get("params"), "{:.2f}M", 1e-6),
+        "MFLOP/tok": _number(best.get("flops_per_token"), "{:,.1f}", 1e-6),
+        "loss": _number(best.get("loss"), "{:.3f}"),
+    }
 
 
 def _rate(row: Row) -> str:
@@ -86,58 +102,112 @@ def _number(value: float | None, form: str, factor: float = 1) -> str:
 
 def table(results: dict[str, Any], width: int) -> Table:
     """For the terminal: as many columns, from the left, as fit into ``width`` characters."""
-    for count in range(len(_COLUMNS), _FEWEST, -1):
-        result = _table(results, count)
+    columns = _columns(results["rows"])
+    for count in range(len(columns), _FEWEST, -1):
+        result = _table(results, columns[:count], whole=count == len(columns))
         if Console(width=10_000).measure(result).maximum <= width:
             return result
-    return _table(results, _FEWEST)
+    return _table(results, columns[:_FEWEST], whole=False)
 
 
-def _table(results: dict[str, Any], count: int) -> Table:
-    caption = _CAPTION if count == len(_COLUMNS) else f"{_CAPTION} The other columns are in table.md."
+def _table(results: dict[str, Any], columns: list[str], *, whole: bool) -> Table:
+    caption = _CAPTION if whole else f"{_CAPTION} The other columns are in table.md."
     result = Table(title=_title(results), caption=caption, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     result.title_justify = result.caption_justify = "left"
-    for index, name in enumerate(_COLUMNS[:count]):
-        result.add_column(name, justify="left" if index in _LEFT else "right", no_wrap=True)
-    for _, group in groupby((_cells(*pair) for pair in _pairs(results["rows"])), key=itemgetter(2)):
+    for name in columns:
+        result.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
+    for _, group in groupby((_cells(*pair) for pair in _pairs(results["rows"])), key=itemgetter("mode")):
         for cells in group:
-            result.add_row(*map(escape, cells[:count]))
+            result.add_row(*(escape(cells[name]) for name in columns))
         result.add_section()
     return result
 
 
 _CAPTION = (
     "tok/s: median ± half the distance from the 20th to the 80th percentile; a wide one says that the machine was "
-    "busy. Lengths share a graph, which the first one compiles. Step time, peak memory (parameters, optimiser state, "
-    "activations) and the last step's loss: compiled."
+    "busy. Lengths share a graph, which the first one compiles, but for decode. Step time, peak memory (parameters, "
+    "optimiser state, activations, decoding state) and the last step's loss: compiled. A step of decode is a token of "
+    "each row; state: of all rows."
 )
 
 
 def markdown(results: dict[str, Any]) -> str:
     """A Markdown table, with what it was measured on."""
-    rule = ["---" if index in _LEFT else "---:" for index in range(len(_COLUMNS))]
-    rows = [list(_COLUMNS), rule, *(_cells(*pair) for pair in _pairs(results["rows"]))]
+    columns = _columns(results["rows"])
+    cells = [_cells(*pair) for pair in _pairs(results["rows"])]
+    rule = ["---" if name in _LEFT else "---:" for name in columns]
+    rows = [columns, rule, *([row[name] for name in columns] for row in cells)]
     return _title(results) + ":\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
 def _title(results: dict[str, Any]) -> str:
     machine, settings = results["machine"], results["settings"]
+    decodes = all(row["mode"] in DECODING for row in results["rows"])
+    tokens = "" if decodes else f"up to {settings['tokens_per_step']:,} tokens a step, "
     return (
         f"{machine['device']}, torch {machine['torch']}, {settings['dtype']}, "
-        f"up to {settings['tokens_per_step']:,} tokens a step, medians of {settings['steps']} steps"
+        f"{tokens}medians of {settings['steps']} steps"
     )
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Throughput and memory in each mode: one group of bars a recipe, one pair of bars a length.
+    """A picture of the results.
+
+    Of training and forward passes throughput and memory in each mode: one group of bars a recipe, one pair of bars a
+    length. Of decoding the time of a step and the state's size over the context.
 
     Args:
         results: of `zoo.compare.run.run_plan`.
         path: of the PNG.
     """
+    rows = results["rows"]
+    figure = _lines(rows) if any(row["mode"] in DECODING for row in rows) else _all_bars(rows)
+    figure.suptitle(_title(results), x=0.01, ha="left", fontsize=11)
+    figure.savefig(path, dpi=100)
+
+
+def _lines(rows: list[Row]) -> Any:
+    """A row of panels for each mode, in it one panel for each batch, and one of the state for a row of the batch."""
     from matplotlib.figure import Figure
 
-    rows = results["rows"]
+    modes, batches = _modes(rows), sorted({row["batch_size"] for row in rows})
+    figure = Figure(figsize=(4.2 * (len(batches) + 1), 3.4 * len(modes) + 0.8), layout="constrained")
+    grid = figure.subplots(len(modes), len(batches) + 1, squeeze=False)
+    for mode, (*timed, sized) in zip(modes, grid, strict=True):
+        best = [compiled if "step_ms" in compiled else eager for eager, compiled in _pairs(rows)]
+        shown = [row for row in best if row.get("mode") == mode and "step_ms" in row]
+        for batch_size, axes in zip(batches, timed, strict=True):
+            own = [row for row in shown if row["batch_size"] == batch_size]
+            _line_panel(axes, own, lambda row: row["step_ms"], f"{mode}, batch {batch_size}: ms a step")
+        smallest = [row for row in shown if row["batch_size"] == batches[0]]
+        _line_panel(sized, smallest, lambda row: row["state_bytes"] / row["batch_size"] * 2**-20, "state of a row, MiB")
+    handles, labels = max((axes.get_legend_handles_labels() for axes in figure.axes), key=lambda pair: len(pair[1]))
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _line_panel(axes: Any, rows: list[Row], value: Callable[[Row], float], title: str) -> None:
+    for index, recipe in enumerate(dict.fromkeys(row["recipe"] for row in rows)):
+        own = [row for row in rows if row["recipe"] == recipe]
+        axes.plot([row["length"] for row in own], list(map(value, own)), f"C{index}-o", markersize=4, label=recipe)
+    from matplotlib.ticker import LogLocator
+
+    lengths = sorted({row["length"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [f"{length}" for length in lengths], minor=False)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.set_xlabel("tokens of context")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _all_bars(rows: list[Row]) -> Any:
+    from matplotlib.figure import Figure
+
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     lengths = sorted({row["length"] for row in rows})
     largest = max((row.get("peak_bytes", 0) for row in rows), default=0)
@@ -153,8 +223,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     all_axes[0].invert_yaxis()
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(_title(results), x=0.01, ha="left", fontsize=11)
-    figure.savefig(path, dpi=100)
+    return figure
 
 
 def _modes(rows: list[Row]) -> list[str]:
