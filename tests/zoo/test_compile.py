@@ -81,6 +81,38 @@ def test_decodes_in_one_graph_each_for_prefill_and_steps() -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@torch.no_grad()
+def test_a_prefill_is_one_graph_over_lengths() -> None:
+    model = zoo.build("deltanet-swa-tiny", FOUR_MIXERS, seed=0)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for index, length in enumerate((61, 70, 90)):
+        tokens, _ = batch(length)
+        lengths = torch.tensor([length, 5, 40])
+        with torch._dynamo.config.patch(error_on_recompile=index > 0):
+            logits, state = compiled(tokens, max_length=length + 9, lengths=lengths, last=True)
+        expected, other = model(tokens, max_length=length + 9, lengths=lengths, last=True)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+        for key, value in other.items(True, True):
+            torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
+    assert_one_graph()
+
+
+@torch.no_grad()
+def test_a_thousand_steps_are_one_graph() -> None:
+    """The windows of 32 go round their rings thirty times."""
+    model = zoo.build("deltanet-swa-tiny", ["layers.2.mixer=deltaformer", "layers.3.mixer=full_attention"], seed=0)
+    tokens, _ = batch(1010, rows=2)
+    _, state = model(tokens[:, :10], max_length=1010)
+    compiled = torch.compile(model, fullgraph=True)
+    steps = []
+    for place in range(10, 1010):
+        with torch._dynamo.config.patch(error_on_recompile=place > 10):
+            logits, state = compiled(tokens[:, place : place + 1], state=state)
+        steps.append(logits)
+    torch.testing.assert_close(torch.cat(steps, 1), model(tokens)[:, 10:], rtol=1e-4, atol=1e-4)
+    assert_one_graph()
+
+
 def test_activation_checkpointing_compiles() -> None:
     overrides = ["num_layers=2", "activation_checkpointing=true"]
     model = zoo.build("deltanet-swa-tiny", overrides, seed=0)

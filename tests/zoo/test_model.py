@@ -105,6 +105,22 @@ def test_prefill_and_steps_equal_the_whole(recipe: zoo.LanguageModel) -> None:
     assert state["positions"].tolist() == [75, 75, 75]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("prefill", [0, 1, 2, 31, 32, 33, 63, 64, 65])
+def test_steps_after_a_prefill_equal_the_whole(recipe: zoo.LanguageModel, prefill: int) -> None:
+    """At every position, within 1e-5 of the largest logit; the windows are of 32."""
+    tokens, _ = batch(70, vocab=V)
+    state, logits = recipe.init_state(3, 70), []
+    if prefill:
+        y, state = recipe(tokens[:, :prefill], max_length=70)
+        logits.append(y)
+    for position in range(prefill, 70):
+        y, state = recipe(tokens[:, position : position + 1], state=state)
+        logits.append(y)
+    expected = recipe(tokens)
+    assert (torch.cat(logits, 1) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 def test_twenty_steps_lower_the_loss(recipe: zoo.LanguageModel) -> None:
     tokens, labels = batch(32, 4, vocab=V)
     optimizer = torch.optim.AdamW(recipe.parameters(), lr=3e-3)
