@@ -50,8 +50,8 @@ def our_step(recipe: str, shape: Shape) -> Step:
     return make_step(model, lambda tokens: compiled(tokens, labels=tokens.roll(-1, 1)), shape)
 
 
-def fla_step(architecture: str, num_heads: int, shape: Shape) -> Step | None:
-    """Of FLA's model of 24 layers of width 1024, or None where it is not installed."""
+def fla_model(architecture: str, num_heads: int) -> nn.Module | None:
+    """FLA's model of 24 layers of width 1024, or None where it is not installed."""
     try:
         models: Any = import_module("fla.models")
     except ImportError:
@@ -59,7 +59,15 @@ def fla_step(architecture: str, num_heads: int, shape: Shape) -> Step | None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_heads": num_heads, "vocab_size": VOCABULARY}
     config = getattr(models, f"{architecture}Config")(**sizes, tie_word_embeddings=False)
-    model = getattr(models, f"{architecture}ForCausalLM")(config).to(DEVICE, torch.bfloat16).train()
+    return getattr(models, f"{architecture}ForCausalLM")(config).to(DEVICE, torch.bfloat16)
+
+
+def fla_step(architecture: str, num_heads: int, shape: Shape) -> Step | None:
+    """A training step of `fla_model`, or None."""
+    model: Any = fla_model(architecture, num_heads)
+    if model is None:
+        return None
+    model.train()
     return make_step(model, lambda tokens: model(tokens, labels=tokens).loss, shape)  # which it shifts itself
 
 
