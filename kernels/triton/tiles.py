@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-__all__ = ["dot", "load_numbers", "load_rows", "store_rows"]
+__all__ = ["dot", "load_numbers", "load_rows", "round_half_to_even", "store_rows"]
+
+_WHOLE_FROM = tl.constexpr(8388608.0)  # float32 has no fractions from 2^23 on
 
 
 @triton.jit
@@ -46,3 +48,11 @@ def load_numbers(vector, first, end, ROWS: tl.constexpr):
 def dot(x, y):
     """x y, in float32's accuracy for float32."""
     return tl.dot(x, y, input_precision="tf32x3")
+
+
+@triton.jit
+def round_half_to_even(x):
+    """The nearest whole number: adding 2^23 leaves no room for fractions."""
+    size = tl.abs(x)
+    whole = (size + _WHOLE_FROM) - _WHOLE_FROM
+    return tl.where(size < _WHOLE_FROM, tl.where(x < 0, -whole, whole), x)

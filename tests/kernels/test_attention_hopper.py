@@ -20,10 +20,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Gluon has no interpreter", allow_module_level=True)
 
+from compiling import compile_only
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from zoo.kernels.attention import launch
 from zoo.kernels.attention.hopper import launch as hopper
@@ -37,22 +35,6 @@ REGISTERS = 1 << 16  # of the same
 RESERVED = 1024  # bytes of shared memory beside those of a program
 PROGRAMS = {"attention_kernel": 1, "row_gradients_kernel": 2, "key_gradients_kernel": 1}  # at once on a multiprocessor
 READERS = {"attention_kernel": 2, "row_gradients_kernel": 1, "key_gradients_kernel": 2}  # groups of warps of a program
-
-
-class CompilerDriver:
-    """What Triton asks of a device when it only compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return -1  # which no device is: what was compiled for one stays its own
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 def inputs(
@@ -81,19 +63,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiled(on_hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Kernels by name: for Hopper, where launching one is no more than compiling it."""
-    found: dict[str, Any] = {}
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found[self.fn.__name__] = kernel
-        return kernel
-
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", CompilerDriver())  # without a GPU there is no other to go back to
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    return found
+    return compile_only(monkeypatch, tmp_path)
 
 
 @pytest.mark.usefixtures("on_hopper")

@@ -73,40 +73,12 @@ def test_splits_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Kernels by name: for Hopper, where launching one is no more than compiling it."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted, not compiled")
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
+    from compiling import compile_only
 
-    class CompilerDriver:
-        """What Triton asks of a device when it only compiles."""
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return -1  # which no device is: what was compiled for one stays its own
-
-        def get_current_stream(self, device: int | None = None) -> int:
-            return 0
-
-        def get_active_torch_device(self) -> torch.device:
-            return CPU
-
-    found: dict[str, Any] = {}
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        found[self.fn.__name__] = run(self, *args, grid=grid, warmup=True, **options)
-        return found[self.fn.__name__]
-
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", CompilerDriver())  # without a GPU there is no other to go back to
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    return found
+    return compile_only(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,9 @@ At most 32 query heads share a program, so that no product is one of Hopper's ow
 import triton
 import triton.language as tl
 
-from zoo.kernels.triton.tiles import dot, load_rows, store_rows
+from zoo.kernels.triton.tiles import dot, load_rows, round_half_to_even, store_rows
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_WHOLE_FROM = tl.constexpr(8388608.0)  # float32 has no fractions from 2^23 on
-
-
-@triton.jit
-def _round_half_to_even(x):
-    """The nearest whole number: adding 2^23 leaves no room for fractions."""
-    size = tl.abs(x)
-    whole = (size + _WHOLE_FROM) - _WHOLE_FROM
-    return tl.where(size < _WHOLE_FROM, tl.where(x < 0, -whole, whole), x)
 
 
 @triton.jit
@@ -31,7 +22,7 @@ def _weigh(logits, KAPPA: tl.constexpr, UNIT: tl.constexpr):
     if KAPPA == "relu":
         weights = tl.maximum(logits, 0.0)
     elif KAPPA == "round":
-        weights = tl.div_rn(_round_half_to_even(logits * UNIT), tl.full([], UNIT, tl.float32))
+        weights = tl.div_rn(round_half_to_even(logits * UNIT), tl.full([], UNIT, tl.float32))
     return weights
 
 

@@ -10,10 +10,9 @@ sizes and configurations, are in the tests for CUDA.
 import triton
 import triton.language as tl
 
-from zoo.kernels.triton.tiles import dot
+from zoo.kernels.triton.tiles import dot, round_half_to_even
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_WHOLE_FROM = tl.constexpr(8388608.0)  # float32 has no fractions from 2^23 on
 
 
 @triton.jit
@@ -74,11 +73,3 @@ def logit_gradient(weights, gradient, total, visible, KAPPA: tl.constexpr):
     if visible is not None:
         return tl.where(visible, gradient, 0.0)
     return gradient
-
-
-@triton.jit
-def round_half_to_even(x):
-    """The nearest whole number: adding 2^23 leaves no room for fractions."""
-    size = tl.abs(x)
-    whole = (size + _WHOLE_FROM) - _WHOLE_FROM
-    return tl.where(size < _WHOLE_FROM, tl.where(x < 0, -whole, whole), x)
