@@ -5,6 +5,7 @@ Shapes: D model width.
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,9 +13,10 @@ __all__ = ["project"]
 
 
 def project(linear: nn.Linear, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """W x in parts, each the product of x with its own rows of W.
+    """W x in parts: with gradients each the product of x with its own rows of W, without one product that is cut.
 
-    One product that is cut afterwards costs the backward a copy of the whole, to put the parts' gradients together.
+    The one product would cost the backward a copy of the whole, to put the parts' gradients together; without a
+    backward the others would cost launches, which a decoding step has none to spare of.
 
     Args:
         linear: of width sum(widths), without bias.
@@ -24,4 +26,6 @@ def project(linear: nn.Linear, x: Tensor, widths: Sequence[int]) -> list[Tensor]
     Returns:
         The parts, [..., width] each.
     """
+    if not torch.is_grad_enabled():
+        return list(F.linear(x, linear.weight).split(list(widths), -1))
     return [F.linear(x, weight) for weight in linear.weight.split(list(widths))]

@@ -172,6 +172,21 @@ def test_replays_of_a_cuda_graph(window: int | None, pieces: tuple[int, ...] | N
 
 
 @pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_ends_that_nobody_has_checked(dtype: torch.dtype, window: int | None) -> None:
+    """Outside the row they count as its ends; others, and a row without documents, do no harm to the next call."""
+    x = inputs(300, batch=1, heads=(4, 2), dims=(128, 128), dtype=dtype, pieces=(40, 260))
+    expected = with_gradients(x, window=window)
+    for ends in ((0, 40, 1 << 20), (-5, 40, 300)):
+        x["cu_seqlens"] = torch.tensor(ends, device=DEVICE)
+        assert_equal(with_gradients(x, window=window), expected)
+    for ends in ((0, 0), (300, 0), (0, 300, 60, 300), (0, 1 << 20, 0, 1 << 20)):
+        with_gradients(x | {"cu_seqlens": torch.tensor(ends, device=DEVICE)}, window=window)
+        torch.cuda.synchronize()
+    assert_equal(with_gradients(x, window=window), expected)
+
+
+@pytest.mark.parametrize("window", [None, 100])
 def test_without_gradients(window: int | None) -> None:
     x = inputs(300)
     with torch.no_grad():
