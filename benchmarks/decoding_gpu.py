@@ -43,10 +43,10 @@ def step_of(recipe: str, batch_size: int, context: int) -> tuple[Callable[[], An
     for tensor in state["layers"].values(True, True):
         tensor.normal_(std=0.1, generator=generator)
     tokens = torch.randint(VOCABULARY, (batch_size,), device=DEVICE, generator=generator)
-    decoder, positions = Decoder(model, state), state["positions"]
+    decoder = Decoder(model, state)
 
     def step() -> Any:
-        positions.fill_(context - 1)
+        decoder.pretend(context - 1)
         return decoder(tokens)
 
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embedding.weight.nbytes

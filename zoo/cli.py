@@ -209,7 +209,7 @@ def compare(
 
     def outcome(row: Row) -> str:
         compiled = f" (compiled in {row['compile_s']:.1f} s)" if row.get("compile_s") else ""
-        return (row.get("error") or f"{row['tokens_per_s']:,.0f} tokens/s") + compiled
+        return (row.get("error") or row.get("skipped") or f"{row['tokens_per_s']:,.0f} tokens/s") + compiled
 
     files = (out / "results.json", out / "table.md", out / "plot.png")
     results = _run(plan, run_plan, report, outcome, files)

@@ -59,7 +59,7 @@ class Replayed(Generic[Result]):
         self.call = call
         self.plain_calls = _PLAIN_CALLS
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.recorded: tuple[torch.cuda.CUDAGraph, Result] | None = None
 
     def __call__(self) -> Result:
         """What the call returns: of a replay, the same tensors as of the one before, with new values."""
@@ -68,20 +68,27 @@ class Replayed(Generic[Result]):
         if self.plain_calls:
             self.plain_calls -= 1
             return self._run_aside(self.stream)
-        if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-                self.result = self.call()
-        self.graph.replay()
-        return self.result
+        if self.recorded is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                result = self._call()
+            self.recorded = graph, result
+        graph, result = self.recorded
+        graph.replay()
+        return result
 
     def _run_aside(self, stream: torch.cuda.Stream) -> Result:
         current = torch.cuda.current_stream(stream.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            result = self.call()
+            result = self._call()
         current.wait_stream(stream)
         return result
+
+    def _call(self) -> Result:
+        """Under autocast without its copies of weights, which end with it: a replay would read them."""
+        with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), False):
+            return self.call()
 
 
 class Decoder:
@@ -93,22 +100,41 @@ class Decoder:
 
     Args:
         model: a `LanguageModel`.
-        state: of the tokens before. It is updated in place; it is the same one as long as the decoder is used.
+        state: of the tokens before, which are counted now, on the host. It is updated in place, by this decoder alone
+            as long as that is used.
         compile: whether the step is compiled: one graph for each B and ``max_length``. None: on CUDA, not on a CPU.
     """
 
     def __init__(self, model: nn.Module, state: "TensorDict", *, compile: bool | None = None) -> None:
-        device, room = state["positions"].device, state["room"].shape[1]
+        self.positions, self.room = state["positions"], state["room"].shape[1]
+        self.left = self.room - int(self.positions.max())
+        device = self.positions.device
         self.tokens = torch.zeros(state.batch_size, dtype=torch.int64, device=device)
         wanted = device.type == "cuda" if compile is None else compile
-        step = compiled(_logits, model, *self.tokens.shape, room) if wanted else _logits
+        step = compiled(_logits, model, *self.tokens.shape, self.room) if wanted else _logits
         self.step = Replayed(partial(step, model, self.tokens, state), device)
+
+    def pretend(self, seen: int) -> None:
+        """Let each row have seen so many tokens, whatever it keeps of them: to measure a step at a length."""
+        self.positions.fill_(seen)
+        self.left = self.room - seen
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits after one more token of each row: [B] int64 -> [B, V], a tensor that later calls leave alone."""
+        """Logits after one more token of each row: [B] int64 -> [B, V], a tensor that later calls leave alone.
+
+        Raises:
+            ValueError: the tokens are others, or the state has no room for them.
+        """
+        if tokens.shape != self.tokens.shape or tokens.dtype != torch.int64:
+            wanted = list(self.tokens.shape)
+            raise ValueError(f"tokens: expected {wanted} int64, got {list(tokens.shape)} {tokens.dtype}")
+        if self.left < 1:
+            raise ValueError("state: all that it has room for is there; give a larger max_length")
         self.tokens.copy_(tokens)
-        return self.step().clone()
+        logits = self.step().clone()
+        self.left -= 1
+        return logits
 
 
 def _logits(model: nn.Module, tokens: Tensor, state: "TensorDict") -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.decoding import Replayed, compiled
-from zoo.kernels.packing import can_read_values
 from zoo.sampling import Sampling, greedy, make_sampling, sample
+from zoo.state import check_lengths
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -57,7 +57,7 @@ def generate(
     """See `LanguageModel.generate`."""
     _check(tokens, max_new_tokens, stop_token, seed, model.get_parameter("embedding.weight"))
     if lengths is not None:
-        _check_lengths(lengths, tokens)
+        check_lengths(lengths, tokens, least=1)
     how = make_sampling(temperature, top_k, top_p, tokens.device)
     room = tokens.shape[1] + max_new_tokens
     if compile is None:
@@ -146,7 +146,8 @@ def _follow(step: Callable[[], None], run: _Run, count: int, stop_token: int | N
     """Take the steps after the first token, until all are taken or every row has stopped.
 
     On CUDA the host looks at what a step left only when the next one that it will look at is under way: the device
-    always has work. Without a callback it looks at every 16th, and so runs at most 32 steps ahead.
+    always has work. Without a callback it looks at every 16th, and so runs at most 32 steps past the end; without a
+    stop token it never looks.
     """
     every = 1 if on_token is not None else _STEPS_BETWEEN_LOOKS
     late: _Look | None = None
@@ -191,20 +192,10 @@ def _check(tokens: Tensor, max_new_tokens: int, stop_token: int | None, seed: in
         raise ValueError(f"tokens: expected [B, T] int64, not empty, got {list(tokens.shape)} {tokens.dtype}")
     if tokens.device != weight.device:
         raise ValueError(f"tokens: expected the model's device, {weight.device}, got {tokens.device}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-    if stop_token is not None and not 0 <= stop_token < weight.shape[0]:
+    most = 2**31 - tokens.shape[1]
+    if not isinstance(max_new_tokens, int) or not 1 <= max_new_tokens < most:
+        raise ValueError(f"max_new_tokens: expected a whole number from 1 to {most - 1}, got {max_new_tokens}")
+    if stop_token is not None and (not isinstance(stop_token, int) or not 0 <= stop_token < weight.shape[0]):
         raise ValueError(f"stop_token: expected an id from 0 to {weight.shape[0] - 1}, got {stop_token}")
-    if seed is not None and not 0 <= seed < 2**64:
-        raise ValueError(f"seed: expected from 0 to 2**64 - 1, got {seed}")
-
-
-def _check_lengths(lengths: Tensor, tokens: Tensor) -> None:
-    batch_size, longest = tokens.shape
-    if lengths.shape != (batch_size,) or lengths.dtype != torch.int64 or lengths.device != tokens.device:
-        raise ValueError(
-            f"lengths: expected [{batch_size}] int64 on {tokens.device}, "
-            f"got {list(lengths.shape)} {lengths.dtype} on {lengths.device}"
-        )
-    if can_read_values(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= longest:
-        raise ValueError(f"lengths: expected from 1 to T = {longest}, got {lengths.tolist()}")
+    if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**64):
+        raise ValueError(f"seed: expected a whole number from 0 to 2**64 - 1, got {seed}")

@@ -1,13 +1,21 @@
 """How much memory tensors take."""
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["give_back", "peak_bytes", "peak_cpu_bytes"]
+__all__ = ["give_back", "peak_bytes", "peak_cpu_bytes", "total_bytes"]
+
+
+def total_bytes(device: torch.device) -> int:
+    """The memory of a CUDA device, or of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def give_back(device: torch.device) -> None:

@@ -18,15 +18,12 @@ from zoo.kernels.precision import layers_dtype
 from zoo.loss import IGNORED, linear_cross_entropy
 from zoo.mixers.context import Context
 from zoo.mixers.contract import Mixer, State
+from zoo.state import check_lengths, check_state
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 __all__ = ["LanguageModel"]
-
-
-def _forms(layers: list[State]) -> list[dict[str, list[int]]]:
-    return [{key: list(layer[key].shape) for key in sorted(layer)} for layer in layers]
 
 
 class LanguageModel(nn.Module):
@@ -265,6 +262,7 @@ class LanguageModel(nn.Module):
         """
         if length < 0:
             raise ValueError(f"length: expected at least 0, got {length}")
+        self._room(state, state.batch_size[0])
         seen = int(state["positions"].max())
         for index, mixer in enumerate(self._outermost()):
             if length < seen and length < mixer.earliest(seen):
@@ -310,36 +308,29 @@ class LanguageModel(nn.Module):
         """
         (batch_size, length), readable = tokens.shape, can_read_values(tokens)
         if lengths is not None:
-            if lengths.shape != (batch_size,) or lengths.dtype != torch.int64:
-                raise ValueError(f"lengths: expected [{batch_size}] int64, got {list(lengths.shape)} {lengths.dtype}")
-            if readable and not 0 <= int(lengths.min()) <= int(lengths.max()) <= length:
-                raise ValueError(f"lengths: expected from 0 to T = {length}, got {lengths.tolist()}")
+            check_lengths(lengths, tokens)
         longest = length if lengths is None or not readable else int(lengths.max())
         if state is None:
-            assert max_length is not None
-            if max_length < longest:
+            if isinstance(max_length, bool) or not isinstance(max_length, (int, torch.SymInt)) or max_length < longest:
                 raise ValueError(f"max_length: expected at least the T = {longest} of the tokens, got {max_length}")
-            return max_length
+            return max_length  # pyright: ignore[reportReturnType]
         if max_length is not None:
             raise ValueError("max_length: expected none with a state, which has its own")
-        if state.batch_size != tokens.shape[:1]:
-            raise ValueError(f"state: expected batch size {batch_size}, got {list(state.batch_size)}")
-        room = state["room"].shape[1]
+        room = self._room(state, batch_size)
         if readable:
-            self._check_form(state, batch_size, room)
             new = longest if lengths is None else lengths
             needed = int((state["positions"] + new).max())
             if needed > room:
                 raise ValueError(f"state: it has room for max_length = {room} tokens, these would make {needed}")
         return room
 
-    def _check_form(self, state: "TensorDict", batch_size: int, room: int) -> None:
-        expected = self._first_states(batch_size, room, torch.device("meta"), torch.float32)
-        given = [dict(state["layers"].get(str(i), {}).items()) for i in range(len(state["layers"].keys()))]
-        if _forms(given) != _forms(expected):
-            raise ValueError(
-                f"state: expected one from this model's init_state, with {_forms(expected)}, got {_forms(given)}"
-            )
+    def _room(self, state: "TensorDict", batch_size: int) -> int:
+        """The most tokens that a state of this model holds, which it is checked to be."""
+        weight = self.embedding.weight
+        meta = torch.device("meta")
+        return check_state(
+            state, batch_size, lambda room: self._first_states(batch_size, room, meta, weight.dtype), weight.device
+        )
 
     def _check_ids(self, name: str, ids: Tensor) -> None:
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:

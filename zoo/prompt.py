@@ -26,7 +26,7 @@ class Prompt:
 
     Attributes:
         ids: the prompt's tokens.
-        text: the prompt as it is shown, in front of what `show` gives.
+        text: the prompt as it is shown, in front of what `show` gives; without an incomplete character at its end.
 
     Raises:
         ValueError: there is no token in it, or one that is not in the vocabulary.
@@ -35,7 +35,7 @@ class Prompt:
     def __init__(self, text: str, vocab_size: int) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace") if vocab_size == _BYTES else None
         self.ids = list(_encode(text)) if self.decoder else [_id(part, vocab_size) for part in _parts(text)]
-        self.text = text if self.decoder else " ".join(map(str, self.ids))
+        self.text = self.decoder.decode(bytes(self.ids)) if self.decoder else " ".join(map(str, self.ids))
         if not self.ids:
             raise ValueError("--prompt: it is empty, allowed: at least one token")
 

@@ -45,8 +45,8 @@ def make_sampling(temperature: float, top_k: int | None, top_p: float | None, de
     """
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature: expected a finite number from 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: expected at least 1, got {top_k}")
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"top_k: expected a whole number of at least 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p: expected above 0 and at most 1, got {top_p}")
     filters = top_k is not None or top_p is not None
@@ -58,7 +58,8 @@ def make_sampling(temperature: float, top_k: int | None, top_p: float | None, de
     scale = torch.tensor([max(temperature, smallest)], dtype=torch.float32, device=device)
     if not filters:
         return Sampling(scale)
-    count = torch.iinfo(torch.int64).max if top_k is None else top_k
+    most = torch.iinfo(torch.int64).max
+    count = most if top_k is None else min(top_k, most)
     share = 1.0 if top_p is None else top_p
     return Sampling(
         scale,

@@ -139,6 +139,7 @@ def recurrent_delta_rule(
     return delta_rule_reference(*tensors, scale)
 
 
+@torch.no_grad()
 def step_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -215,6 +215,24 @@ def test_steps_in_one_graph_update_the_state_in_place(form: Form) -> None:
     assert state.data_ptr() == place
 
 
+@torch.no_grad()
+def test_a_copy_of_a_state_in_a_graph_is_one() -> None:
+    """Made before a step updates the state, or after; also of rows in another order, and of two steps in a graph."""
+    x = {name: y.detach() for name, y in inputs(1, PLAIN, batch=3, heads=(4, 2), dims=(16, 32), dtype=BF16).items()}
+    state, order = x.pop("initial_state"), torch.tensor([2, 0, 1], device=DEVICE)
+
+    def steps(state: Tensor, **x: Any) -> dict[str, Tensor]:
+        found = {"before": state.clone(), "reordered": state[order]}
+        found["first"] = step_delta_rule(**x, state=state)
+        found["between"] = state.clone()
+        found["second"] = step_delta_rule(**x, state=state)
+        return found | {"third": step_delta_rule(**x, state=found["reordered"])}
+
+    call, held, again = torch.compile(steps, fullgraph=True), state.clone(), state.clone()
+    assert_equal(call(state=held, **x), steps(state=again, **x))
+    assert torch.equal(held, again)
+
+
 @pytest.mark.parametrize("function", [chunk_delta_rule, recurrent_delta_rule])
 def test_autocast_with_mixed_dtypes(function: Callable[..., Any]) -> None:
     x = inputs(70, BOTH)

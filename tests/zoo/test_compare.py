@@ -93,6 +93,16 @@ def test_decoding_by_batch_and_context(tmp_path: Path) -> None:
 KIND = {"recipe": "three", "length": 64, "batch_size": 3, "mode": "decode", "compiled": True}
 
 
+def test_a_state_that_does_not_fit_is_not_tried(tmp_path: Path) -> None:
+    sources = [small(tmp_path, "one", "full_attention")]
+    plan = make_plan(sources, modes=("decode",), lengths=(1 << 40,), batch_sizes=(1,), steps=1, warmup=1)
+    rows = run(plan)
+    assert len(rows) == 2
+    assert all("does not fit into memory of" in row["skipped"] for row in rows)
+    results = {"machine": {"device": "GPU", "torch": "2"}, "settings": {"dtype": "float32", "steps": 3}, "rows": rows}
+    assert "| decode | - | - | - |" in report.markdown(results)
+
+
 class Broken(FullAttention):
     def forward(self, x: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, State | None]:
         raise RuntimeError("it broke")

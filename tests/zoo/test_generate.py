@@ -259,18 +259,18 @@ TOKENS = torch.zeros(2, 5, dtype=torch.int64)
         ({"tokens": TOKENS.int()}, r"tokens: .* got \[2, 5\] torch\.int32"),
         ({"tokens": TOKENS.to("meta")}, "tokens: expected the model's device, cpu, got meta"),
         ({"tokens": TOKENS + V}, "tokens: expected ids from 0 to 255"),
-        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number from 1 to .*, got 0"),
         ({"lengths": torch.tensor([1, 2, 3])}, r"lengths: expected \[2\] int64 on cpu, got \[3\]"),
         ({"lengths": torch.tensor([1.0, 2.0])}, r"lengths: .* got \[2\] torch\.float32"),
         ({"lengths": torch.tensor([1, 6])}, r"lengths: expected from 1 to T = 5, got \[1, 6\]"),
         ({"lengths": torch.tensor([0, 5])}, r"lengths: .* got \[0, 5\]"),
         ({"temperature": -1.0}, "temperature: expected a finite number from 0, got -1"),
-        ({"temperature": 1.0, "top_k": 0}, "top_k: expected at least 1"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k: expected a whole number of at least 1"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p: expected above 0"),
         ({"top_p": 0.9}, "top_k, top_p: expected only with a temperature above 0"),
         ({"stop_token": V}, "stop_token: expected an id from 0 to 255, got 256"),
         ({"stop_token": -1}, "stop_token: .* got -1"),
-        ({"seed": -1}, r"seed: expected from 0 to 2\*\*64 - 1, got -1"),
+        ({"seed": -1}, r"seed: expected a whole number from 0 to 2\*\*64 - 1, got -1"),
     ],
 )
 def test_a_mistake_is_named_before_any_work(arguments: dict[str, Any], message: str) -> None:
@@ -336,4 +336,4 @@ def test_replayed_steps_of_a_decoder_survive_each_other(compile: bool) -> None:
     decoder = Decoder(model, state, compile=compile)
     steps = [decoder(tokens[:, place]) for place in range(15, 30)]
     torch.testing.assert_close(torch.stack(steps, 1), model(tokens)[:, 15:], rtol=1e-3, atol=1e-3)
-    assert decoder.step.graph is not None
+    assert decoder.step.recorded is not None

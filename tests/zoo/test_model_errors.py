@@ -3,6 +3,7 @@
 Shapes: B batch, T sequence length.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import zoo
 from zoo import registry
+from zoo.decoding import Decoder
 from zoo.mixers.full_attention import FullAttention
 
 TOKENS = torch.zeros(2, 5, dtype=torch.int64)
@@ -64,12 +66,16 @@ def test_state_goes_with_nothing_else(extra: dict[str, Any]) -> None:
         ({"max_length": 9, "labels": TOKENS}, "^state: decoding takes neither labels nor cu_seqlens$"),
         (
             {"max_length": 9, "lengths": torch.tensor([1, 2, 3])},
-            r"^lengths: expected \[2\] int64, got \[3\] torch.int64$",
+            r"^lengths: expected \[2\] int64 on cpu, got \[3\] torch.int64",
         ),
         (
             {"max_length": 9, "lengths": torch.tensor([1.0, 2.0])},
-            r"^lengths: expected \[2\] int64, got .* torch.float32$",
+            r"^lengths: expected \[2\] int64 on cpu, got .* torch.float32",
         ),
+        ({"max_length": 9, "lengths": [1, 2]}, r"^lengths: expected a tensor \[2\] int64, got \[1, 2\]$"),
+        ({"max_length": 9, "lengths": torch.zeros(2, device="meta").long()}, "^lengths: .* on cpu, got .* on meta$"),
+        ({"max_length": 9.0}, "^max_length: expected at least the T = 5 of the tokens, got 9.0$"),
+        ({"state": {"layers": 1}}, "^state: expected one from this model's init_state, got dict$"),
         ({"max_length": 9, "lengths": torch.tensor([1, 6])}, r"^lengths: expected from 0 to T = 5, got \[1, 6\]$"),
         ({"max_length": 9, "lengths": torch.tensor([-1, 2])}, r"^lengths: expected from 0 to T = 5, got \[-1, 2\]$"),
     ],
@@ -144,3 +150,89 @@ def test_what_a_mixer_lacks_is_refused(capability: str) -> None:
 def test_parameters_of_another_dtype_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dtype: expected one of torch.float32, .*, got torch.int8"):
         zoo.build("transformer-tiny", dtype=torch.int8)
+
+
+def ring(window: int) -> zoo.LanguageModel:
+    return model({"name": "sliding_window", "window": window})
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("call", ["eager", "compiled", "decoder"])
+def test_a_state_of_another_form_is_refused_before_anything_changes(call: str) -> None:
+    """Forms are no values: they are looked at in graphs, too."""
+    wide, narrow = ring(8), ring(4)
+    _, state = wide(TOKENS, max_length=9)
+    kept = state.clone()
+    calls: dict[str, Any] = {
+        "eager": lambda: narrow(TOKENS[:, :1], state=state),
+        "compiled": lambda: torch.compile(narrow, backend="eager")(TOKENS[:, :1], state=state),
+        "decoder": lambda: Decoder(narrow, state, compile=False)(TOKENS[:, 0]),
+    }
+    with pytest.raises(ValueError, match=r"with 'keys' of layer 0 \[2, 4, 1, 16\] .*, got \[2, 8, 1, 16\] torch"):
+        calls[call]()
+    assert (state == kept).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["delta_net", "full_attention", {"name": "deltaformer", "conv_size": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda state: torch.cat([state, state])[::2],
+            r"with positions contiguous, got strides .*; state.contiguous\(\) is$",
+        ),
+        (lambda state: state[:1].expand(2), "with positions contiguous, got strides"),
+        (lambda state: state.to(torch.float64), "with positions .* torch.int64 on cpu, got .* torch.float64"),
+        (lambda state: state.to("meta"), "with positions .* on cpu, got .* on meta"),
+    ],
+    ids=["strided", "expanded", "float64", "meta"],
+)
+def test_states_that_cannot_be_updated_in_place(mixer: Any, change: Callable[[Any], Any], match: str) -> None:
+    decoder = model(mixer)
+    _, state = decoder(TOKENS, max_length=9)
+    changed, kept = change(state), state.clone()
+    with pytest.raises(ValueError, match=f"^state: expected one from this model's init_state, {match}"):
+        decoder(TOKENS[:, :1], state=changed)
+    assert (state == kept).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [slice(None, None, 2), slice(1, 3)], ids=["strided", "view"])
+def test_some_rows_of_a_state_go_on(rows: slice) -> None:
+    decoder = model()
+    tokens = torch.randint(11, (4, 6))
+    _, state = decoder(tokens[:, :5], max_length=9)
+    logits, _ = decoder(tokens[rows, 5:], state=state[rows].contiguous())
+    torch.testing.assert_close(logits, decoder(tokens)[rows, 5:])
+
+
+def test_a_state_made_in_inference_mode_stays_there() -> None:
+    decoder = model()
+    with torch.inference_mode():
+        _, state = decoder(TOKENS, max_length=9)
+        _, state = decoder(TOKENS[:, :1], state=state)
+    with pytest.raises(ValueError, match=r"^state: positions was made in inference mode, .*; state.clone\(\) is not$"):
+        decoder(TOKENS[:, :1], state=state)
+    decoder(TOKENS[:, :1], state=state.clone())
+
+
+def test_a_decoder_takes_one_token_of_each_row_while_there_is_room() -> None:
+    language_model = model()
+    _, state = language_model(TOKENS, max_length=7)
+    decoder = Decoder(language_model, state, compile=False)
+    for wrong in (TOKENS[:, :1], TOKENS[0, :1], TOKENS[:, 0].float()):
+        with pytest.raises(ValueError, match=r"^tokens: expected \[2\] int64, got"):
+            decoder(wrong)
+    for _ in range(2):
+        decoder(TOKENS[:, 0])
+    with pytest.raises(ValueError, match=r"^state: all that it has room for is there; give a larger max_length$"):
+        decoder(TOKENS[:, 0])
+    assert state["positions"].tolist() == [7, 7]
+
+
+def test_another_models_state_is_not_cropped() -> None:
+    _, state = model("delta_net")(TOKENS, max_length=9)
+    with pytest.raises(ValueError, match=r"^state: expected one from this model's init_state, with"):
+        model("full_attention").crop(state, 2)

@@ -43,6 +43,12 @@ def test_bytes_are_shown_when_their_character_is_complete() -> None:
     assert prompt.finish() == "�"
 
 
+def test_a_character_may_begin_in_the_prompt() -> None:
+    prompt = Prompt(b"caf\xc3".decode(errors="surrogateescape"), 256)
+    assert (prompt.ids, prompt.text) == ([*b"caf\xc3"], "caf")
+    assert (prompt.show(0xA9), prompt.finish()) == ("\u00e9", "")
+
+
 def test_a_prompt_file_may_hold_any_bytes(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_bytes(b"a\r\n\xff\xc3\xa9")
     assert Prompt(read(None, tmp_path / "prompt.txt"), 256).ids == [*b"a\r\n\xff\xc3\xa9"]
@@ -87,7 +93,7 @@ def test_generate_prints_ids_up_to_the_stop(
         (["--prompt", "1", "--temperature", "-1"], "temperature: expected a finite number from 0, got -1.0"),
         (["--prompt", "1", "--temperature", "0", "--top-k", "5"], "top_k, top_p: expected only with a temperature"),
         (["--prompt", "1", "--stop", "300"], "stop_token: expected an id from 0 to"),
-        (["--prompt", "1", "--max-new-tokens", "0"], "max_new_tokens: expected at least 1, got 0"),
+        (["--prompt", "1", "--max-new-tokens", "0"], "max_new_tokens: expected a whole number from 1 to"),
         (["--prompt", "1", "--dtype", "int8"], "--dtype: got 'int8'"),
         (["--prompt", "1", "--device", "gpu"], "--device: got 'gpu'"),
     ],

@@ -115,7 +115,7 @@ def test_extreme_temperatures_are_finite(temperature: float) -> None:
         ((-0.1, None, None), "temperature: expected a finite number from 0, got -0.1"),
         ((math.inf, None, None), "temperature: .* got inf"),
         ((math.nan, None, None), "temperature: .* got nan"),
-        ((1.0, 0, None), "top_k: expected at least 1, got 0"),
+        ((1.0, 0, None), "top_k: expected a whole number of at least 1, got 0"),
         ((1.0, None, 0.0), r"top_p: expected above 0 and at most 1, got 0\.0"),
         ((1.0, None, 1.5), r"top_p: .* got 1\.5"),
         ((1.0, None, math.nan), "top_p: .* got nan"),

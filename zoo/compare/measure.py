@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from zoo.builder import construct
 from zoo.compare.plan import DECODING, Cell, Plan
 from zoo.decoding import Decoder
-from zoo.memory import peak_cpu_bytes
+from zoo.memory import peak_cpu_bytes, total_bytes
 from zoo.text import batches
 
 __all__ = ["Runner"]
@@ -49,10 +49,15 @@ class Runner:
 
         Returns:
             One row of the results: see `Plan` for the settings, and the keys below for the figures. Times are
-            medians over the steps; ``peak_bytes`` counts tensors: parameters, optimiser state and activations.
+            medians over the steps; ``peak_bytes`` counts tensors: parameters, optimiser state and activations. Where
+            the state of decoding alone is more than there is memory for, the row has that as "skipped" instead.
         """
         plan, config = self.plan, self.plan.configs[cell.recipe]
         decodes = cell.mode in DECODING
+        state_bytes = cell.batch_size * config.state_bytes(cell.length, plan.dtype) if decodes else 0
+        self.state = None
+        if state_bytes > (total := total_bytes(plan.device)):
+            return {"skipped": f"a state of {state_bytes:,} bytes does not fit into memory of {total:,}"}
         step = self._decoding_step(cell) if decodes else self._step(cell)
         first, _ = self._time(step)
         for _ in range(plan.warmup - 1):
@@ -60,10 +65,9 @@ class Runner:
         timed = [self._time(step) for _ in range(plan.steps)]
         seconds = [time for time, _ in timed]
         typical = median(seconds)
-        low, *_, high = quantiles(seconds, n=5) if len(seconds) > 1 else seconds * 2
+        low, *_, high = quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 2
         tokens = cell.batch_size * (1 if cell.mode == "decode" else cell.length)
         flops = config.flops_per_token(cell.length) * (3 if cell.mode == "train" else 1)
-        state_bytes = cell.batch_size * config.state_bytes(cell.length, plan.dtype)
         return {
             "tokens_per_s": tokens / typical,
             "tokens_per_s_p20": tokens / high,
@@ -96,7 +100,7 @@ class Runner:
         decoder, self.state = Decoder(self.model, state, compile=cell.compiled), state
 
         def decode() -> None:
-            state["positions"].fill_(cell.length - 1)
+            decoder.pretend(cell.length - 1)
             decoder(tokens[:, 0])
 
         return decode
@@ -153,7 +157,7 @@ class Runner:
     def _lasting_bytes(self) -> int:
         """Parameters, optimiser state and the state of decoding, which live across steps."""
         tensors: list[Tensor] = list(self.model.parameters())
-        if hasattr(self, "state"):
+        if self.state is not None:
             tensors += [value for value in self.state.values(True, True) if isinstance(value, Tensor)]
         if hasattr(self, "optimizer"):
             states = self.optimizer.state.values()

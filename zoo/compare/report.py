@@ -90,7 +90,7 @@ def _cells(eager: Row, compiled: Row) -> dict[str, str]:
 def _rate(row: Row) -> str:
     if "error" in row:
         return "failed"
-    if not row:
+    if "tokens_per_s" not in row:
         return "-"
     middle, low, high = (row[key] for key in ("tokens_per_s", "tokens_per_s_p20", "tokens_per_s_p80"))
     return f"{middle:,.0f} ±{(high - low) / 2 / middle:.0%}"
@@ -125,9 +125,9 @@ def _table(results: dict[str, Any], columns: list[str], *, whole: bool) -> Table
 
 _CAPTION = (
     "tok/s: median ± half the distance from the 20th to the 80th percentile; a wide one says that the machine was "
-    "busy. Lengths share a graph, which the first one compiles, but for decode. Step time, peak memory (parameters, "
-    "optimiser state, activations, decoding state) and the last step's loss: compiled. A step of decode is a token of "
-    "each row; state: of all rows."
+    "busy. Lengths share a graph, which the first one compiles, but not those of decode, nor one row with several. "
+    "Step time, peak memory (parameters, optimiser state, activations, decoding state) and the last step's loss: "
+    "compiled. A step of decode is a token of each row; state: of all rows. -: not run."
 )
 
 
