@@ -8,7 +8,7 @@ graph, its input copied in and its logits copied out. Times are of the host's cl
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
@@ -16,17 +16,19 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import zoo
 from zoo.decoding import Decoder
 
 sys.path.insert(0, str(Path(__file__).parent))  # not there under PYTHONSAFEPATH
-from harness import DEVICE, Benchmark, Part, rounded, show, spread, verdict
+from harness import DEVICE, Benchmark, Part, compile_in_parallel, rounded, show, spread, verdict
 from models_gpu import VOCABULARY, fla_model, profile
 
 BANDWIDTH = 4.3e12  # bytes a second that an H200's memory gives
 STEPS, WARMUP, REPEATS = 20, 5, 9
 PROMPT, NEW_TOKENS = 128, 64
+Job = tuple[str, int, tuple[int, ...]]
 KINDS = {
     "matrix products": ("gemm", "gemv", "nvjet", "cutlass", "splitK", "triton_red_fused_mm", "triton_tem"),
     "delta rule": ("recurrent_kernel",),
@@ -35,23 +37,58 @@ KINDS = {
 }
 
 
-def step_of(recipe: str, batch_size: int, context: int) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """A step after as many tokens, and the bytes that it must read: all weights but the embedding's, and the state."""
-    model = zoo.build(recipe, device=DEVICE, dtype=torch.bfloat16, seed=0)
-    state = model.init_state(batch_size, context)
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    for tensor in state["layers"].values(True, True):
-        tensor.normal_(std=0.1, generator=generator)
-    tokens = torch.randint(VOCABULARY, (batch_size,), device=DEVICE, generator=generator)
-    decoder = Decoder(model, state)
+class Steps:
+    """Steps of a recipe, and the bytes that one must read: all weights but the embedding's, and the state.
 
-    def step() -> Any:
-        decoder.pretend(context - 1)
-        return decoder(tokens)
+    Args:
+        recipe: its name.
+        batch_size: rows.
+        room: the longest context, for which it is compiled; what is measured may be a shorter one.
+    """
 
-    weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embedding.weight.nbytes
-    held = sum(tensor.nbytes for tensor in state["layers"].values(True, True))
-    return step, {"weight_bytes": weights, "state_bytes": held}
+    def __init__(self, recipe: str, batch_size: int, room: int) -> None:
+        self.recipe, self.batch_size = recipe, batch_size
+        self.model = zoo.build(recipe, device=DEVICE, dtype=torch.bfloat16, seed=0)
+        state = self.model.init_state(batch_size, room)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        for tensor in state["layers"].values(True, True):
+            tensor.normal_(std=0.1, generator=generator)
+        self.tokens = torch.randint(VOCABULARY, (batch_size,), device=DEVICE, generator=generator)
+        self.decoder = Decoder(self.model, state)
+
+    def step(self, context: int) -> Tensor:
+        """Logits after one more token of each row, the last of so many."""
+        self.decoder.pretend(context - 1)
+        return self.decoder(self.tokens)
+
+    def measure(self, context: int, *, where: bool = False) -> dict[str, Any]:
+        """One line of a table: time, throughput, and the share of what the memory's bandwidth allows."""
+        times = time_steps(partial(self.step, context))
+        weights = sum(parameter.nbytes for parameter in self.model.parameters()) - self.model.embedding.weight.nbytes
+        held = self.batch_size * self.model.config.state_bytes(context, torch.bfloat16)
+        limit = (weights + held) / BANDWIDTH * 1e3
+        row = {
+            "recipe": self.recipe,
+            "batch_size": self.batch_size,
+            "context": context,
+            "step_ms": times,
+            "tokens_per_s": rounded(self.batch_size / times["median"] * 1e3),
+            "weight_bytes": weights,
+            "state_bytes": held,
+            "limit_ms": rounded(limit),
+            "share_of_limit": rounded(limit / times["median"]),
+        }
+        if where:
+            row["profile"] = profile(partial(self.step, context), KINDS)
+        label = f"{self.recipe} B{self.batch_size} {context}"
+        show(label, times["median"], times["p20"], times["p80"], row["tokens_per_s"], row["share_of_limit"])
+        return row
+
+
+def compile_ahead(recipe: str, batch_size: int, room: int) -> None:
+    """What `measure_all` would compile, into the compiler's cache."""
+    Steps(recipe, batch_size, room).step(room)
+    torch.cuda.synchronize()
 
 
 def time_steps(step: Callable[[], Any]) -> dict[str, Any]:
@@ -70,66 +107,63 @@ def time_steps(step: Callable[[], Any]) -> dict[str, Any]:
     return spread([median, p20, p80])
 
 
-def measure(recipe: str, batch_size: int, context: int, *, where: bool = False) -> dict[str, Any]:
-    """One line of a table: time, throughput, and the share of what the memory's bandwidth allows."""
-    begin = perf_counter()
-    step, sizes = step_of(recipe, batch_size, context)
-    step()
-    torch.cuda.synchronize()
-    first = perf_counter() - begin
-    times = time_steps(step)
-    limit = sum(sizes.values()) / BANDWIDTH * 1e3
-    row = {
-        "recipe": recipe,
-        "batch_size": batch_size,
-        "context": context,
-        "step_ms": times,
-        "tokens_per_s": rounded(batch_size / times["median"] * 1e3),
-        **sizes,
-        "limit_ms": rounded(limit),
-        "share_of_limit": rounded(limit / times["median"]),
-        "first_s": rounded(first),
-    }
-    if where:
-        row["profile"] = profile(step, KINDS)
-    label = f"{recipe} B{batch_size} {context}"
-    show(label, times["median"], times["p20"], times["p80"], row["tokens_per_s"], row["share_of_limit"], first)
-    del step
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch._dynamo.reset()
-    return row
+def measure_all(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Each recipe, number of rows, and its contexts, the longest of which it is compiled for."""
+    show("", "ms", "p20", "p80", "tokens/s", "of the limit")
+    rows = []
+    for recipe, batch_size, contexts in jobs:
+        steps = Steps(recipe, batch_size, max(contexts))
+        rows += [steps.measure(context, where=batch_size == 1 and context == contexts[0]) for context in contexts]
+        del steps
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+    return rows
 
 
-def heading() -> None:
-    """Above the lines of `measure`."""
-    show("", "ms", "p20", "p80", "tokens/s", "of the limit", "first s")
+BANDWIDTH_JOBS: tuple[Job, ...] = (
+    ("deltanet-340m", 1, (1024, 8192, 32768, 131072)),
+    ("deltanet-340m", 8, (1024,)),
+    ("deltanet-340m", 64, (1024,)),
+    ("deltanet-1.3b", 1, (1024,)),
+    ("deltanet-1.3b", 64, (1024,)),
+)
+CONTEXT_JOBS: tuple[Job, ...] = (
+    ("swa-full-340m", 1, (1024, 8192, 32768)),
+    ("transformer-340m", 1, (1024, 8192, 32768)),
+    ("deltaformer-340m", 1, (1024, 8192, 32768)),
+    ("transformer-340m", 8, (8192,)),
+    ("deltaformer-340m", 8, (8192,)),
+)
 
 
 def bandwidth() -> dict[str, Any]:
-    """DeltaNet at a context of 1024, by size and batch, against reading its weights and its state."""
-    heading()
-    sizes = ("deltanet-340m", "deltanet-1.3b")
-    rows = [measure(name, batch, 1024, where=batch == 1) for name in sizes for batch in (1, 8, 64)]
-    share = {(row["recipe"], row["batch_size"]): row["share_of_limit"] for row in rows}
+    """DeltaNet by size, batch and context, against reading its weights and its state."""
+    rows = measure_all(BANDWIDTH_JOBS)
+    share = {(row["recipe"], row["batch_size"], row["context"]): row["share_of_limit"] for row in rows}
+    lengths = [row["step_ms"]["median"] for row in rows if row["recipe"] == "deltanet-340m" and row["batch_size"] == 1]
     targets = [
-        verdict("deltanet-340m, batch 1", share["deltanet-340m", 1], 0.35, least=True),
-        verdict("deltanet-1.3b, batch 1", share["deltanet-1.3b", 1], 0.55, least=True),
+        verdict("deltanet-340m, batch 1", share["deltanet-340m", 1, 1024], 0.35, least=True),
+        verdict("deltanet-1.3b, batch 1", share["deltanet-1.3b", 1, 1024], 0.55, least=True),
+        verdict("longest context / shortest", lengths[-1] / lengths[0], 1.05, least=False),
     ]
     return {"rows": rows, "targets": targets}
 
 
 def context() -> dict[str, Any]:
-    """How a step grows with the context, batch 1; the Deltaformer against full attention, batch 1 and 8."""
-    heading()
-    rows = [measure("deltanet-340m", 1, length) for length in (1024, 8192, 32768, 131072)]
-    rows += [measure("swa-full-340m", 1, length) for length in (1024, 32768)]
-    pairs = [measure(name, batch, 8192) for batch in (1, 8) for name in ("transformer-340m", "deltaformer-340m")]
-    full, ours = ({row["batch_size"]: row["step_ms"]["median"] for row in pairs[i::2]} for i in (0, 1))
-    flat = [row["step_ms"]["median"] for row in rows if row["recipe"] == "deltanet-340m"]
-    targets = [verdict(f"Deltaformer / full, batch {size}", ours[size] / full[size], 1.3, least=False) for size in full]
-    targets.append(verdict("delta rule, longest / shortest", max(flat) / min(flat), 1.05, least=False))
-    return {"rows": rows + pairs, "targets": targets}
+    """How a step grows with the context where tokens are kept, and the Deltaformer against full attention."""
+    rows = measure_all(CONTEXT_JOBS)
+    at_8k = {(row["recipe"], row["batch_size"]): row["step_ms"]["median"] for row in rows if row["context"] == 8192}
+    targets = [
+        verdict(
+            f"Deltaformer / full attention, batch {size}",
+            at_8k["deltaformer-340m", size] / at_8k["transformer-340m", size],
+            1.3,
+            least=False,
+        )
+        for size in (1, 8)
+    ]
+    return {"rows": rows, "targets": targets}
 
 
 def generation() -> dict[str, Any]:
@@ -178,7 +212,11 @@ def main() -> None:
         settings={"dtype": "bfloat16", "bandwidth": BANDWIDTH, "prompt": PROMPT, "new_tokens": NEW_TOKENS},
     )
     parser = benchmark.make_parser((__doc__ or "").partition("\n")[0], out="the JSON")
+    parser.add_argument("--compile-ahead", action="store_true", help="compile all steps at once first, in processes")
     args = benchmark.parse_args(parser)
+    if args.compile_ahead:
+        jobs = [*BANDWIDTH_JOBS * ("bandwidth" in args.parts), *CONTEXT_JOBS * ("context" in args.parts)]
+        compile_in_parallel(__file__, [(recipe, size, max(contexts)) for recipe, size, contexts in jobs])
     benchmark.run(args.parts, args.out)
 
 
