@@ -237,7 +237,11 @@ def test_packed_documents_do_not_see_each_other(case: Case) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("lengths", [(5, 1, 64, 37), (107,), (1,) * 20, (3, *(1,) * 15), (70, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [(5, 1, 64, 37), (107,), (1,) * 20, (3, *(1,) * 15), (70, 1, 2), *((prefill, 1, 1) for prefill in (2, 63, 64, 65))],
+    ids=str,
+)
 def test_in_pieces_with_state_equals_one_piece(case: Case, lengths: tuple[int, ...]) -> None:
     case.require("decode")
     x, mixer = torch.randn(2, sum(lengths), DIM), case.build()

@@ -82,6 +82,28 @@ def test_decoding_in_pieces_equals_one_pass(recipe: str) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), expected, atol=1e-4, rtol=0)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", ["deltanet-swa-tiny", "deltaformer-swa-tiny", GATED, COMPARED])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_steps_equal_one_pass_and_survive_each_other(recipe: str, mode: str) -> None:
+    torch.compiler.reset()
+    model = build(recipe, device="cuda", seed=0)
+    tokens = torch.randint(256, (3, 60), device="cuda")
+    lengths = torch.tensor([40, 1, 33], device="cuda")
+    _, state = model(tokens[:, :40], max_length=60, lengths=lengths)
+    compiled, expected = torch.compile(model, fullgraph=True, mode=mode), model(tokens)
+    places = [value.data_ptr() for value in state.values(True, True)]
+    steps = []
+    for offset in range(20):
+        token = tokens.gather(1, lengths[:, None] + offset)
+        with torch._dynamo.config.patch(error_on_recompile=offset > 0):
+            logits, state = compiled(token, state=state)
+        steps.append(logits)
+    assert [value.data_ptr() for value in state.values(True, True)] == places
+    index = (lengths[:, None] + torch.arange(20, device="cuda"))[..., None].expand(-1, -1, 256)
+    torch.testing.assert_close(torch.cat(steps, 1), expected.gather(1, index), atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("recipe", ["deltanet-swa-tiny", "deltaformer-tiny", *VARIANTS])
 def test_one_cuda_graph_over_lengths(recipe: str) -> None:
     torch.compiler.reset()
