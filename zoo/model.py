@@ -250,8 +250,8 @@ class LanguageModel(nn.Module):
     def crop(self, state: "TensorDict", length: int) -> "TensorDict":
         """Go back to an earlier position: each row forgets what came after its first ``length`` tokens.
 
-        Full attention can, and the Deltaformer without a convolution; a sliding window as long as it has not been
-        full. What keeps only a sum of the past cannot. Reads positions on the host.
+        Full attention can, and the Deltaformer without a convolution; a sliding window as long as it has lost no
+        token. What keeps only a sum of the past cannot. Reads positions on the host.
 
         Args:
             state: is consumed.
