@@ -15,20 +15,7 @@ __all__ = ["read_cache_masked"]
 def read_cache_masked(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, kappa: str, round_decimals: int, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """`read_cache_reference` without a look at the values of counts: one graph, whatever they are.
-
-    Args:
-        q: [B, H, D].
-        k: [B, S, G, D].
-        v: [B, S, G_v, D_v].
-        counts: [B].
-        kappa: one of `KAPPAS`.
-        round_decimals: that "round" keeps.
-        scale: of the logits.
-
-    Returns:
-        o [B, H, D_v] and, for softmax, log_sum [B, H], in float32 (float64 for float64).
-    """
+    """`read_cache_reference`, its arguments and results, without a look at the values of counts: one graph for all."""
     hidden = torch.arange(k.shape[1], device=q.device) >= counts[:, None]  # [B, S]
     with without_autocast(q.device):
         query = precise(q).unflatten(1, (k.shape[2], -1))  # [B, G, H / G, D]

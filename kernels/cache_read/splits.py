@@ -16,20 +16,7 @@ __all__ = ["read_cache_in_splits"]
 def read_cache_in_splits(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, kappa: str, round_decimals: int, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """`read_cache_reference` in Triton; the compiler fuses the joining with what follows.
-
-    Args:
-        q: [B, H, D].
-        k: [B, S, G, D].
-        v: [B, S, G_v, D_v].
-        counts: [B].
-        kappa: one of `KAPPAS`.
-        round_decimals: that "round" keeps.
-        scale: of the logits.
-
-    Returns:
-        o [B, H, D_v] and, for softmax, log_sum [B, H], in float32.
-    """
+    """`read_cache_reference`, its arguments and results, in Triton; compilers fuse the joining with what follows."""
     partial, highest, sums = triton_ops.read_cache(q, k, v, counts, kappa, round_decimals, scale)
     if kappa == "softmax":
         return _join(partial, highest, sums)

@@ -7,6 +7,8 @@ chosen when the kernels are imported:
 """
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +19,24 @@ from zoo.kernels import cache_read, delta_rule
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 and a process of its own", allow_module_level=True)
 
+from zoo.kernels.cache_read.triton import launch
+from zoo.kernels.delta_rule.triton import recurrent
+
 MIXERS = [
     "layers.1.mixer={name: sliding_window, window: 8}",
     "layers.2.mixer=deltaformer",
     "layers.3.mixer={name: full_attention, num_heads: 4, num_kv_heads: 2}",
 ]
+
+
+def counted(launches: dict[str, int], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, each call of which is counted under its name."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        launches[function.__name__] += 1
+        return function(*args, **options)
+
+    return call
 
 
 @torch.no_grad()
@@ -32,8 +47,11 @@ def test_steps_equal_the_whole(compiled: bool, monkeypatch: pytest.MonkeyPatch) 
     tokens = torch.randint(256, (2, 30))
     expected = model(tokens)
     _, state = model(tokens[:, :20], max_length=30)
-    for module in (cache_read, delta_rule):
+    launches = {"read_splits": 0, "recurrent_forward": 0}
+    for module, launcher in ((cache_read, launch), (delta_rule, recurrent)):
         monkeypatch.setattr(module, "missing_for_heads", lambda *_, **__: None)
+        for name in launches.keys() & vars(launcher).keys():
+            monkeypatch.setattr(launcher, name, counted(launches, getattr(launcher, name)))
     places = [value.data_ptr() for value in state.values(True, True)]
     call = torch.compile(model, fullgraph=True) if compiled else model
     for place in range(20, 30):
@@ -41,3 +59,4 @@ def test_steps_equal_the_whole(compiled: bool, monkeypatch: pytest.MonkeyPatch) 
             logits, state = call(tokens[:, place : place + 1], state=state)
         torch.testing.assert_close(logits[:, 0], expected[:, place], rtol=1e-4, atol=1e-5)
     assert [value.data_ptr() for value in state.values(True, True)] == places
+    assert launches == {"read_splits": 10 * 3, "recurrent_forward": 10}

@@ -66,11 +66,11 @@ def test_state_goes_with_nothing_else(extra: dict[str, Any]) -> None:
         ({"max_length": 9, "labels": TOKENS}, "^state: decoding takes neither labels nor cu_seqlens$"),
         (
             {"max_length": 9, "lengths": torch.tensor([1, 2, 3])},
-            r"^lengths: expected \[2\] int64 on cpu, got \[3\] torch.int64",
+            r"^lengths: expected \[2\] int64 on cpu, got \[3\] torch.int64 on cpu$",
         ),
         (
             {"max_length": 9, "lengths": torch.tensor([1.0, 2.0])},
-            r"^lengths: expected \[2\] int64 on cpu, got .* torch.float32",
+            r"^lengths: expected \[2\] int64 on cpu, got \[2\] torch.float32 on cpu$",
         ),
         ({"max_length": 9, "lengths": [1, 2]}, r"^lengths: expected a tensor \[2\] int64, got \[1, 2\]$"),
         ({"max_length": 9, "lengths": torch.zeros(2, device="meta").long()}, "^lengths: .* on cpu, got .* on meta$"),

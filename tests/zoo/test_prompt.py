@@ -93,7 +93,10 @@ def test_generate_prints_ids_up_to_the_stop(
         (["--prompt", "1", "--temperature", "-1"], "temperature: expected a finite number from 0, got -1.0"),
         (["--prompt", "1", "--temperature", "0", "--top-k", "5"], "top_k, top_p: expected only with a temperature"),
         (["--prompt", "1", "--stop", "300"], "stop_token: expected an id from 0 to"),
-        (["--prompt", "1", "--max-new-tokens", "0"], "max_new_tokens: expected a whole number from 1 to"),
+        (
+            ["--prompt", "1", "--max-new-tokens", "0"],
+            "max_new_tokens: expected a whole number from 1 to 2147483646, got 0",
+        ),
         (["--prompt", "1", "--dtype", "int8"], "--dtype: got 'int8'"),
         (["--prompt", "1", "--device", "gpu"], "--device: got 'gpu'"),
     ],

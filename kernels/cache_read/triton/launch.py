@@ -16,16 +16,7 @@ _WARPS = 4
 def read_splits(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, kappa: str, round_decimals: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What each split of a row's slots adds.
-
-    Args:
-        q: [B, H, D].
-        k: [B, S, G, D].
-        v: [B, S, G_v, D_v].
-        counts: [B].
-        kappa: one of `KAPPAS`.
-        round_decimals: that "round" keeps.
-        scale: of the logits.
+    """What each split of a row's slots adds, of the arguments of `read_cache_reference`.
 
     Returns:
         As `partial_shapes` says: the sums of the weighted values, the highest logits to the base 2, and the sums of
