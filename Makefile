@@ -5,7 +5,8 @@ READY := $(VENV)/.ready
 # In a process of their own: kernels are interpreted or compiled as they were imported.
 TRITON_TESTS := tests/kernels/test_attention_triton.py tests/kernels/test_cache_read_triton.py \
 	tests/kernels/test_delta_rule_triton.py tests/kernels/test_delta_rule_recurrent_triton.py \
-	tests/kernels/test_deltaformer_triton.py \
+	tests/kernels/test_delta_step_triton.py tests/kernels/test_deltaformer_triton.py \
+	tests/kernels/test_row_linear_triton.py \
 	tests/kernels/test_short_convolution_triton.py tests/kernels/test_triangular_triton.py \
 	tests/zoo/test_decoding_triton.py
 

@@ -1,6 +1,6 @@
 """Decoding on one CUDA GPU: how near to the memory's bandwidth, how it grows with the context, and beside FLA's.
 
-    python benchmarks/decoding_gpu.py --out results    # writes decoding_GPU.json
+    python benchmarks/decoding_gpu.py --out results    # writes decoding_GPU.json, decoding_GPU_SECTION.png
 
 Weights and caches in bf16, memories in float32. A step is one more token of each row: compiled, replayed as a CUDA
 graph, its input copied in and its logits copied out. Times are of the host's clock over many steps, as a user has them.
@@ -22,6 +22,7 @@ import zoo
 from zoo.decoding import Decoder
 
 sys.path.insert(0, str(Path(__file__).parent))  # not there under PYTHONSAFEPATH
+from decoding_plots import plot_bandwidth, plot_context, plot_generation
 from harness import DEVICE, Benchmark, Part, compile_in_parallel, rounded, show, spread, verdict
 from models_gpu import VOCABULARY, fla_model, profile
 
@@ -203,15 +204,16 @@ def generation() -> dict[str, Any]:
 
 def main() -> None:
     """Measure."""
-    parts = {each.__name__: Part(each.__doc__ or "", each) for each in (bandwidth, context, generation)}
+    plots = {bandwidth: plot_bandwidth, context: plot_context, generation: plot_generation}
+    parts = {each.__name__: Part(each.__doc__ or "", each, plot) for each, plot in plots.items()}
     benchmark = Benchmark(
         name="decoding",
         kind="section",
         parts=parts,
         fla_module="fla.models",
-        settings={"dtype": "bfloat16", "bandwidth": BANDWIDTH, "prompt": PROMPT, "new_tokens": NEW_TOKENS},
+        settings={"dtype": "bfloat16", "bytes_per_s": BANDWIDTH, "prompt": PROMPT, "new_tokens": NEW_TOKENS},
     )
-    parser = benchmark.make_parser((__doc__ or "").partition("\n")[0], out="the JSON")
+    parser = benchmark.make_parser((__doc__ or "").partition("\n")[0], out="the JSON and the plots")
     parser.add_argument("--compile-ahead", action="store_true", help="compile all steps at once first, in processes")
     args = benchmark.parse_args(parser)
     if args.compile_ahead:

@@ -69,7 +69,8 @@ class Benchmark:
             description: of the benchmark, in a line.
             out: what goes into the folder.
         """
-        listed = "\n".join(f"  {name:<9}{part.description.rstrip('.')}" for name, part in self.parts.items())
+        width = max(map(len, self.parts)) + 2
+        listed = "\n".join(f"  {name:<{width}}{part.description.rstrip('.')}" for name, part in self.parts.items())
         parser = argparse.ArgumentParser(
             description=description,
             epilog=f"{self.kind}s:\n{listed}",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.attention import Call, Mask, MaskKind, document_ids, make_mask, mask_kind, visible
-from zoo.mixers.cache import slot_positions
+from zoo.kernels.ring import slot_positions
 from zoo.mixers.norms import StaticFloat
 
 __all__ = ["AttentionMask", "Context", "RotaryTable", "Shared"]

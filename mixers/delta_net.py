@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.kernels.delta_rule import chunk_delta_rule, step_delta_rule
+from zoo.kernels.delta_step import delta_step
 from zoo.kernels.precision import precise_dtype
 from zoo.mixers.context import Context
 from zoo.mixers.contract import Mixer, State
@@ -108,7 +109,7 @@ class DeltaNetOptions(HeadOptions):
         del dim, length
         (_, G, _), (d_k, d_v) = self.heads, self.head_sizes
         memory = G * d_k * d_v * precise_dtype(dtype).itemsize
-        return memory + max(self.conv_size - 1, 0) * sum(self.projected[:3]) * dtype.itemsize
+        return memory + self.conv_size * sum(self.projected[:3]) * dtype.itemsize
 
 
 class DeltaNet(Mixer):
@@ -137,6 +138,7 @@ class DeltaNet(Mixer):
         self.decay = Decay(self.num_kv_heads) if options.decays else None
         self.feature_map = feature_map()
         self.conv_activates = self.conv is not None and options.feature_map.name == "silu"  # as values have SiLU too
+        self.has_step = self.conv_activates and options.qk_norm in ("l2", "none")
         self.norm = RMSNorm(self.d_v)
         self.out_proj = nn.Linear(self.num_heads * self.d_v, dim, bias=False)
 
@@ -144,13 +146,34 @@ class DeltaNet(Mixer):
         """See `Mixer.forward`."""
         qkv, gates, output_gate = project(self.in_proj, x, self.widths)
         beta, decay = gates.split(self.gate_widths, -1)
-        q, k, v = self._features(qkv, context, state)
         g = None if self.decay is None else context.hide_padding(self.decay(decay))
-        o = self._apply_rule(q, k, v, context.hide_padding(self.beta(beta)), g, context, state)
+        if state is not None and context.steps and context.lengths is None and self.has_step:
+            o = self._step(qkv, beta, g, context, state)
+        else:
+            q, k, v = self._features(qkv, context, state)
+            o = self._apply_rule(q, k, v, context.hide_padding(self.beta(beta)), g, context, state)
         o = self.norm(o).flatten(-2)
         if self.options.output_gate:
             o = o * nn.functional.silu(output_gate)
         return self.out_proj(o), state
+
+    def _step(self, qkv: Tensor, beta: Tensor, g: Tensor | None, context: Context, state: State) -> Tensor:
+        """Of one token in each row all that stands between the projections."""
+        assert self.conv is not None
+        assert context.start is not None
+        o = delta_step(
+            qkv[:, 0],
+            self.conv.weight,
+            state["taps"],
+            context.start,
+            state["memory"],
+            beta[:, 0] if self.options.learns_beta else None,
+            bias=self.conv.bias,
+            g=None if g is None else g[:, 0],
+            strength=self.beta.factor[0],
+            qk_l2norm=self.options.qk_norm == "l2",
+        )
+        return o[:, None]
 
     def _apply_rule(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, context: Context, state: State | None
@@ -180,7 +203,7 @@ class DeltaNet(Mixer):
         return q, k, v.unflatten(-1, (self.num_kv_heads, self.d_v))
 
     def init_state(self, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype) -> State:
-        """``memory`` [B, G, d_k, d_v] fp32, and ``taps`` [B, K - 1, C] where there is a convolution."""
+        """``memory`` [B, G, d_k, d_v] fp32, and ``taps`` [B, K, C] where there is a convolution."""
         del max_length
         shape = batch_size, self.num_kv_heads, self.d_k, self.d_v
         state = {"memory": torch.zeros(shape, device=device, dtype=precise_dtype(dtype))}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zoo.kernels.attention import attention
 from zoo.kernels.deltaformer import CHUNK, Kappa, default_scale, deltaformer_read, deltaformer_write
-from zoo.mixers.cache import write
+from zoo.kernels.ring import write
 from zoo.mixers.context import AttentionMask, Context
 from zoo.mixers.contract import Mixer, State
 from zoo.mixers.deltaformer_step import Kernel, step
@@ -115,7 +115,7 @@ class DeltaformerOptions(RotaryOptions):
         del dim
         _, G, d_h = self.heads
         past = length * (G + self.write_heads) * d_h
-        return (past + max(self.conv_size - 1, 0) * sum(self.compared)) * dtype.itemsize
+        return (past + self.conv_size * sum(self.compared)) * dtype.itemsize
 
 
 class Deltaformer(Mixer):

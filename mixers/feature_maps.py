@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zoo.kernels.normalize import l2_normalize
 from zoo.kernels.precision import precise
+from zoo.kernels.ring import newest, write
 from zoo.kernels.short_convolution import Activation, short_convolution
 from zoo.mixers.context import Context
 from zoo.mixers.norms import RMSNorm, StaticFloat
@@ -159,18 +160,9 @@ class ShortConvolution(nn.Module):
             x, self.weight, self.bias, activation=activation, positions=positions, taps=taps, widths=widths
         )
 
-    def shift_taps(self, taps: Tensor, x: Tensor, lengths: Tensor | None) -> None:
-        """Make of taps [B, K - 1, C] the last K - 1 of them and of x [B, T, C], whose rows begin with ``lengths``."""
-        tokens, size = torch.cat([taps, x.to(taps.dtype)], 1), taps.shape[1]
-        if lengths is None:
-            taps.copy_(tokens[:, x.shape[1] :])
-            return
-        index = lengths[:, None] + torch.arange(size, device=x.device)
-        taps.copy_(tokens.gather(1, index[..., None].expand(-1, -1, x.shape[2])))
-
     def new_taps(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The taps before the first token, zeros [B, K - 1, C]."""
-        return torch.zeros(batch_size, self.weight.shape[0] - 1, self.weight.shape[1], device=device, dtype=dtype)
+        """A ring for the last K tokens, zeros [B, K, C]: none that a token is convolved with makes room for it."""
+        return torch.zeros(batch_size, *self.weight.shape, device=device, dtype=dtype)
 
 
 def convolve(
@@ -188,7 +180,7 @@ def convolve(
         x: [B, T, C].
         widths: of the parts.
         context: of the call.
-        state: with ``taps``, which are updated, if there is a convolution; or None.
+        state: with ``taps``, a ring that is updated, if there is a convolution; or None.
         activation: that follows a convolution; none if None.
 
     Returns:
@@ -197,8 +189,11 @@ def convolve(
     if convolution is None:
         return x.split(list(widths), -1)
     positions = None if context.cu_seqlens is None else context.positions
-    taps = None if state is None else state["taps"]
-    parts = convolution(x, positions, None if context.fresh else taps, activation, widths)
-    if taps is not None:
-        convolution.shift_taps(taps, x, context.lengths)
+    if state is None:
+        return convolution(x, positions, None, activation, widths)
+    assert context.start is not None
+    ring = state["taps"]
+    past = None if context.fresh else newest(ring, context.start, ring.shape[1] - 1)
+    parts = convolution(x, positions, past, activation, widths)
+    write(ring, x, context.start, context.lengths)
     return parts

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zoo.kernels.attention import attention
 from zoo.kernels.cache_read import read_cache
-from zoo.mixers.cache import write
+from zoo.kernels.ring import write
 from zoo.mixers.context import AttentionMask, Context
 from zoo.mixers.contract import Mixer, State
 from zoo.mixers.feature_maps import HeadNorm, head_norm

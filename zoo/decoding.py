@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from zoo.row_fusion import compile_rows
+
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
@@ -40,7 +42,7 @@ def compiled(function: Callable[..., Result], model: nn.Module, *sizes: Any) -> 
     if key not in known:
         assert isinstance(function, FunctionType)
         own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-        known[key] = torch.compile(own, fullgraph=True, dynamic=False)
+        known[key] = torch.compile(own, fullgraph=True, dynamic=False, backend=compile_rows)
     return known[key]
 
 

@@ -204,10 +204,11 @@ class LanguageModel(nn.Module):
             for name, tensor in (new or {}).items():
                 if tensor is not old[name]:  # a mixer may make new tensors
                     old[name].copy_(tensor)
-        state["positions"].add_(tokens.shape[1] if lengths is None else lengths)
         if last:
             hidden = _last(hidden, lengths)
-        return nn.functional.linear(hidden, self._head_weight()), state
+        logits = nn.functional.linear(hidden, self._head_weight())
+        state["positions"].add_(tokens.shape[1] if lengths is None else lengths)
+        return logits, state
 
     def _run(self, x: Tensor, context: Context, states: Sequence[State | None]) -> tuple[Tensor, list[State | None]]:
         following: list[State | None] = []

@@ -316,7 +316,7 @@ def test_the_state_holds_keys_u_and_taps(compare: str, write_heads: int, widths:
     past = (2 + write_heads) * 16 * 100
     assert plain.state_bytes(DIM, 100) == 2 * past
     assert plain.state_bytes(DIM, 100, torch.float32) == 4 * past
-    assert convolved.state_bytes(DIM, 100) == 2 * (past + 3 * widths)
+    assert convolved.state_bytes(DIM, 100) == 2 * (past + 4 * widths)
 
 
 @pytest.mark.parametrize(

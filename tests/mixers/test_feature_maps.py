@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.mixers.feature_maps import OnePlusELU, ShortConvolution, Strength, l1_normalize, l2_normalize
+from zoo.kernels.ring import newest, slot_positions
+from zoo.mixers.context import Context
+from zoo.mixers.feature_maps import OnePlusELU, ShortConvolution, Strength, convolve, l1_normalize, l2_normalize
 
 
 def convolution(size: int, bias: bool) -> ShortConvolution:
@@ -38,20 +40,24 @@ def test_convolution_equals_conv1d(size: int, bias: bool, length: int) -> None:
 def test_convolution_goes_on_from_its_taps(size: int) -> None:
     module, x = convolution(size, True), torch.randn(2, 12, 6)
     (expected,) = module(x)
-    taps, ys = module.new_taps(2, x.device, x.dtype), []
+    start, ys = torch.zeros(2, dtype=torch.int64), []
+    state = {"taps": module.new_taps(2, x.device, x.dtype)}
     for piece in x.split((1, 2, 5, 1, 3), 1):
-        ys += module(piece, taps=taps)
-        module.shift_taps(taps, piece, None)
+        context = Context.from_state(torch.zeros(piece.shape[:2]), start, 12)
+        ys += convolve(module, piece, [6], context, state)
+        start += piece.shape[1]
     torch.testing.assert_close(torch.cat(ys, 1), expected)
-    assert torch.equal(taps, x[:, 12 - (size - 1) :])
+    assert torch.equal(newest(state["taps"], start, size), x[:, 12 - size :])
 
 
 def test_taps_are_of_tokens_that_are_there() -> None:
     module, x, lengths = convolution(4, False), torch.randn(5, 6, 6), [0, 1, 2, 4, 6]
-    taps = torch.randn(5, 3, 6)
-    expected = [torch.cat([old, new[:length]])[-3:] for old, new, length in zip(taps, x, lengths, strict=True)]
-    module.shift_taps(taps, x, torch.tensor(lengths))
-    assert torch.equal(taps, torch.stack(expected))
+    seen, before = torch.tensor([0, 3, 4, 7, 9]), torch.randn(5, 4, 6)
+    ring = before.gather(1, slot_positions(seen, 4)[..., None].expand(-1, -1, 6) % 4)
+    expected = [torch.cat([newest(ring[i : i + 1], seen[i : i + 1], 4)[0], x[i, : lengths[i]]])[-4:] for i in range(5)]
+    context = Context.from_state(torch.zeros(5, 6), seen, 12, lengths=torch.tensor(lengths))
+    convolve(module, x, [6], context, {"taps": ring})
+    assert torch.equal(newest(ring, seen + torch.tensor(lengths), 4), torch.stack(expected))
 
 
 def test_convolution_stays_within_documents() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zoo import ZooConfigError, components
+from zoo.kernels.ring import slot_positions, write
 from zoo.mixers import context
-from zoo.mixers.cache import slot_positions, write
 from zoo.mixers.context import AttentionMask, Context, RotaryTable
 from zoo.mixers.rotary import rotate
 from zoo.mixers.softmax_attention import SoftmaxAttention
