@@ -17,7 +17,7 @@ from zoo.kernels.row_linear import missing_for_row_linear, row_linear
 __all__ = ["compile_rows", "fuse_rows"]
 
 
-def compile_rows(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+def compile_rows(module: fx.GraphModule, inputs: list[Any]) -> Any:
     """A backend for torch.compile: `fuse_rows`, then Inductor."""
     from torch._inductor.compile_fx import compile_fx  # loads the compiler
 
@@ -45,7 +45,7 @@ def fuse_rows(module: fx.GraphModule, can: Callable[[Tensor, Tensor | None], boo
 
 
 def _fuse(graph: fx.Graph, linear: fx.Node, can: Callable[[Tensor, Tensor | None], bool]) -> None:
-    x, weight = linear.args[:2]
+    x, weight, *_ = _arguments(linear)
     bias = linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")
     if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or bias is not None or weight.op != "placeholder":
         return
@@ -70,6 +70,10 @@ def _fuse(graph: fx.Graph, linear: fx.Node, can: Callable[[Tensor, Tensor | None
         graph.erase_node(node)
 
 
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
 def _value(node: fx.Node) -> Tensor:
     return node.meta["example_value"]
 
@@ -81,19 +85,20 @@ def _leads_to(user: fx.Node, node: Any, *targets: Any) -> bool:
 
 def _gated(linear: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """The first node that is taken in, and the factors of x * silu(gate) if x is that."""
-    if _leads_to(linear, x, operator.mul) and all(isinstance(factor, fx.Node) for factor in x.args):
-        for factor, other in (x.args, x.args[::-1]):
+    factors = _arguments(x)
+    if _leads_to(linear, x, operator.mul) and all(isinstance(factor, fx.Node) for factor in factors):
+        for factor, other in (factors, factors[::-1]):
             if _leads_to(x, factor, F.silu) and _value(factor).numel() == _value(other).numel():
-                return factor, other, factor.args[0]
+                return factor, other, _arguments(factor)[0]
     return linear, x, None
 
 
 def _normalized(first: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, float]:
     """The first node that is taken in, what an RMSNorm of the last dimension is of, its weight and eps; or x."""
-    user, norm = (x, x.args[0]) if _leads_to(first, x, "flatten") else (first, x)
+    user, norm = (x, _arguments(x)[0]) if _leads_to(first, x, "flatten") else (first, x)
     if not _leads_to(user, norm, torch.rms_norm, F.rms_norm):
         return first, x, None, 0.0
-    normalized, shape, weight, eps = norm.args
+    normalized, shape, weight, eps = _arguments(norm)
     if len(shape) != 1 or weight is None or eps is None:
         return first, x, None, 0.0
     return norm, normalized, weight, eps

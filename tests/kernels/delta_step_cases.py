@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zoo.kernels.delta_step import delta_step
+from zoo.kernels.precision import precise_dtype
 
 __all__ = ["CASES", "Case", "exact", "inputs"]
 
@@ -62,7 +63,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         "weight": torch.randn(case.size, channels).to(dtype),
         "taps": torch.where(written[..., None], taps, 0),
         "start": start,
-        "state": 0.3 * torch.randn(batch, groups, key_dim, value_dim),
+        "state": 0.3 * torch.randn(batch, groups, key_dim, value_dim, dtype=precise_dtype(dtype)),
         "logits": projected[:, channels:] if case.learned else None,
         "bias": torch.randn(channels).to(dtype) if case.bias else None,
         "g": -torch.rand(batch, groups) if case.decays else None,

@@ -22,11 +22,10 @@ def test_step_by_step_is_the_whole(case: Case) -> None:
     """Nine tokens one by one, and at once by torch's own convolution."""
     case = case._replace(start=(0, 0))
     (heads, groups), (key_dim, value_dim) = case.heads, case.dims
-    given = [{name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-              for name, x in inputs(case).items()} for _ in range(9)]  # fmt: skip
+    given = [inputs(case, torch.float64) for _ in range(9)]
     first = given[0]
     taps, state, start = torch.zeros_like(first["taps"]), first["state"].clone(), first["start"]
-    fixed = {name: first[name] for name in ("weight", "bias", "strength", "qk_l2norm")}
+    fixed: dict[str, Any] = {name: first[name] for name in ("weight", "bias", "strength", "qk_l2norm")}
     steps = []
     for position, token in enumerate(given):
         now = {name: token[name] for name in ("x", "logits", "g")}
@@ -99,7 +98,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG.values(), ids=WRONG.keys())
 def test_refuses_before_anything_changes(wrong: dict[str, Any], message: str) -> None:
-    given = {
+    given: dict[str, Any] = {
         "x": torch.ones(2, 20),
         "weight": torch.ones(4, 20),
         "taps": torch.ones(2, 4, 20),

@@ -48,7 +48,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG.values(), ids=WRONG.keys())
 def test_refuses(wrong: dict[str, Any], message: str) -> None:
-    given = {"x": torch.ones(2, 4), "weight": torch.ones(5, 8)} | wrong
+    given: dict[str, Any] = {"x": torch.ones(2, 4), "weight": torch.ones(5, 8)} | wrong
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         row_linear(**given)
 
