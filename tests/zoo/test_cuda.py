@@ -1,36 +1,14 @@
 """The models on a CUDA device: equal to the CPU, compiled as one graph."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-
-import zoo
-from zoo import recipes
+from variants import COMPARED, GATED, TINY, VARIANTS, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-GATED, COMPARED = "deltanet-tiny, gated", "deltaformer-tiny, compared"
-VARIANTS = {  # with heads that are shared, too
-    GATED: [
-        "layers.1.mixer=gated_delta_net",
-        "layers.2.mixer={name: gated_delta_net, num_heads: 4, head_dim: 32, num_kv_heads: 2, expand_v: 2}",
-    ],
-    COMPARED: [
-        "layers.0.mixer={name: deltaformer, compare: qk, beta: 2sigmoid, num_heads: 4, num_kv_heads: 2}",
-        "layers.1.mixer={name: deltaformer, compare: wk, alpha: sigmoid, conv_size: 4, num_heads: 4, num_kv_heads: 1}",
-        "layers.2.mixer={name: deltaformer, kappa1: linear, num_heads: 4, head_dim: 48}",
-    ],
-}
-TINY = [*(name for name in recipes.names() if name.endswith("-tiny")), *VARIANTS]
-
-
-def build(recipe: str, **options: Any) -> zoo.LanguageModel:
-    """A recipe's model, or a variant of it."""
-    return zoo.build(recipe.partition(",")[0], VARIANTS.get(recipe, ()), **options)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
