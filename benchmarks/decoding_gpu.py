@@ -28,12 +28,13 @@ from models_gpu import VOCABULARY, fla_model, profile
 
 BANDWIDTH = 4.3e12  # bytes a second that an H200's memory gives
 STEPS, WARMUP, REPEATS = 20, 5, 9
-PROMPT, NEW_TOKENS = 128, 64
-Job = tuple[str, int, tuple[int, ...]]
+PROMPT, NEW_TOKENS, CALLS = 128, 64, 5
+CHECKED, WRONG = 8, 0.1  # steps that are compared with a pass, and the relative error in bf16 that is none of rounding
+Job = tuple[str, int, tuple[int, ...]]  # a recipe, a number of rows, and contexts
 KINDS = {
-    "matrix products": ("gemm", "gemv", "nvjet", "cutlass", "splitK", "triton_red_fused_mm", "triton_tem"),
-    "delta rule": ("recurrent_kernel",),
-    "caches": ("read_kernel",),
+    "matrix products": ("row_linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "splitK"),
+    "delta rule": ("delta_step_kernel",),
+    "caches": ("cache_read_kernel",),
     "fused by Inductor": ("triton_",),
 }
 
@@ -50,12 +51,24 @@ class Steps:
     def __init__(self, recipe: str, batch_size: int, room: int) -> None:
         self.recipe, self.batch_size = recipe, batch_size
         self.model = zoo.build(recipe, device=DEVICE, dtype=torch.bfloat16, seed=0)
-        state = self.model.init_state(batch_size, room)
         generator = torch.Generator(DEVICE).manual_seed(0)
+        prompt = torch.randint(VOCABULARY, (batch_size, PROMPT), device=DEVICE, generator=generator)
+        _, state = self.model(prompt[:, :-CHECKED], max_length=room, last=True)
+        self.decoder = Decoder(self.model, state)
+        self.tokens = prompt[:, -1]
+        self.error = self.compare(prompt)
         for tensor in state["layers"].values(True, True):
             tensor.normal_(std=0.1, generator=generator)
-        self.tokens = torch.randint(VOCABULARY, (batch_size,), device=DEVICE, generator=generator)
-        self.decoder = Decoder(self.model, state)
+
+    @torch.no_grad()
+    def compare(self, prompt: Tensor) -> float:
+        """|steps - pass| / |pass| of the logits of the prompt's last tokens."""
+        stepped = torch.stack([self.decoder(token) for token in prompt[:, -CHECKED:].unbind(1)], 1)
+        passed = self.model(prompt)[:, -CHECKED:].float()
+        error = float((stepped - passed).norm() / passed.norm())
+        if not error < WRONG:
+            raise RuntimeError(f"{self.recipe}: steps are {error:.2f} off the pass")
+        return error
 
     def step(self, context: int) -> Tensor:
         """Logits after one more token of each row, the last of so many."""
@@ -78,17 +91,23 @@ class Steps:
             "state_bytes": held,
             "limit_ms": rounded(limit),
             "share_of_limit": rounded(limit / times["median"]),
+            "error": rounded(self.error),
         }
         if where:
             row["profile"] = profile(partial(self.step, context), KINDS)
         label = f"{self.recipe} B{self.batch_size} {context}"
-        show(label, times["median"], times["p20"], times["p80"], row["tokens_per_s"], row["share_of_limit"])
+        show(label, *times.values(), row["tokens_per_s"], row["share_of_limit"], row["error"])
         return row
 
 
-def compile_ahead(recipe: str, batch_size: int, room: int) -> None:
-    """What `measure_all` would compile, into the compiler's cache."""
-    Steps(recipe, batch_size, room).step(room)
+def compile_ahead(section: str, *job: Any) -> None:
+    """What a section would compile, into the compilers' caches: steps of a recipe, or a call of each `generation`."""
+    if section == "generation":
+        for call in generating(*job)[1].values():
+            call()
+    else:
+        recipe, batch_size, contexts = job
+        Steps(recipe, batch_size, max(contexts)).step(max(contexts))
     torch.cuda.synchronize()
 
 
@@ -110,7 +129,7 @@ def time_steps(step: Callable[[], Any]) -> dict[str, Any]:
 
 def measure_all(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Each recipe, number of rows, and its contexts, the longest of which it is compiled for."""
-    show("", "ms", "p20", "p80", "tokens/s", "of the limit")
+    show("", "ms", "p20", "p80", "tokens/s", "of the limit", "error")
     rows = []
     for recipe, batch_size, contexts in jobs:
         steps = Steps(recipe, batch_size, max(contexts))
@@ -122,6 +141,7 @@ def measure_all(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     return rows
 
 
+GENERATION_TARGETS = {1: 4.0, 64: 2.0}  # times FLA's tokens a second, by batch
 BANDWIDTH_JOBS: tuple[Job, ...] = (
     ("deltanet-340m", 1, (1024, 8192, 32768, 131072)),
     ("deltanet-340m", 8, (1024,)),
@@ -167,20 +187,37 @@ def context() -> dict[str, Any]:
     return {"rows": rows, "targets": targets}
 
 
+def generating(batch_size: int) -> tuple[zoo.LanguageModel, dict[str, Callable[[], Tensor]]]:
+    """Our model, and calls of generate on prompts of random tokens, greedy: ours, and FLA's where that is installed."""
+    prompt = torch.randint(VOCABULARY, (batch_size, PROMPT), device=DEVICE)
+    ours = zoo.build("deltanet-340m", device=DEVICE, dtype=torch.bfloat16, seed=0)
+    calls: dict[str, Callable[[], Tensor]] = {"ours": partial(ours.generate, prompt, NEW_TOKENS)}
+    fla: Any = fla_model("DeltaNet", 8)
+    if fla is not None:
+        fixed = {"do_sample": False, "use_cache": True, "min_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+        calls["fla"] = partial(fla.eval().generate, prompt, max_new_tokens=NEW_TOKENS, **fixed)
+    return ours, calls
+
+
+@torch.no_grad()
+def worst_choice(model: zoo.LanguageModel, ids: Tensor) -> float:
+    """How far below the highest logit of a pass the chosen tokens' are at most, in standard deviations."""
+    logits = torch.cat([model(row[None])[:, PROMPT - 1 : -1] for row in ids[:8]]).float()
+    chosen = logits.gather(-1, ids[:8, PROMPT:, None])[..., 0]
+    gap = float((logits.amax(-1) - chosen).max() / logits.std())
+    if not gap < WRONG:
+        raise RuntimeError(f"greedy tokens are {gap:.2f} standard deviations below the best")
+    return gap
+
+
 def generation() -> dict[str, Any]:
     """Whole calls of generate, greedy, a prompt of 128 tokens and 64 new ones: ours and FLA's DeltaNet, in turns."""
-    ours = zoo.build("deltanet-340m", device=DEVICE, dtype=torch.bfloat16, seed=0).eval()
-    fla: Any = fla_model("DeltaNet", 8)
     rows, targets = [], []
     show("", "s", "p20", "p80", "tokens/s")
-    for batch_size, target in ((1, 4.0), (64, 2.0)):
-        prompt = torch.randint(VOCABULARY, (batch_size, PROMPT), device=DEVICE)
-        calls: dict[str, Callable[[], Any]] = {"ours": partial(ours.generate, prompt, NEW_TOKENS)}
-        if fla is not None:
-            fixed = {"do_sample": False, "use_cache": True, "min_new_tokens": NEW_TOKENS, "pad_token_id": 0}
-            calls["fla"] = partial(fla.eval().generate, prompt, max_new_tokens=NEW_TOKENS, **fixed)
+    for batch_size, target in GENERATION_TARGETS.items():
+        ours, calls = generating(batch_size)
         marks: dict[str, list[float]] = {name: [] for name in calls}
-        for repeat in range(6):
+        for repeat in range(1 + CALLS):
             for name, call in calls.items():
                 torch.cuda.synchronize()
                 begin = perf_counter()
@@ -189,7 +226,7 @@ def generation() -> dict[str, Any]:
                 assert ids.shape == (batch_size, PROMPT + NEW_TOKENS), f"{name}: {list(ids.shape)}"
                 if repeat:  # the first compiles
                     marks[name].append(perf_counter() - begin)
-        row: dict[str, Any] = {"batch_size": batch_size}
+        row: dict[str, Any] = {"batch_size": batch_size, "worst_choice": rounded(worst_choice(ours, calls["ours"]()))}
         for name, seconds in marks.items():
             p20, median, p80 = (quantiles(seconds, n=10)[place] for place in (1, 4, 7))
             rate = rounded(batch_size * NEW_TOKENS / median)
@@ -217,8 +254,12 @@ def main() -> None:
     parser.add_argument("--compile-ahead", action="store_true", help="compile all steps at once first, in processes")
     args = benchmark.parse_args(parser)
     if args.compile_ahead:
-        jobs = [*BANDWIDTH_JOBS * ("bandwidth" in args.parts), *CONTEXT_JOBS * ("context" in args.parts)]
-        compile_in_parallel(__file__, [(recipe, size, max(contexts)) for recipe, size, contexts in jobs])
+        sections: dict[str, list[tuple[Any, ...]]] = {
+            "bandwidth": [*BANDWIDTH_JOBS],
+            "context": [*CONTEXT_JOBS],
+            "generation": [(batch_size,) for batch_size in GENERATION_TARGETS],
+        }
+        compile_in_parallel(__file__, [(part, *job) for part in args.parts for job in sections[part]])
     benchmark.run(args.parts, args.out)
 
 

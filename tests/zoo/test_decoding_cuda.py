@@ -98,11 +98,14 @@ def test_greedy_tokens_are_those_of_recomputing(batch_size: int) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("recipe", ["deltanet-340m", "deltanet-1.3b", "transformer-340m", "deltaformer-340m"])
-def test_large_models_step_as_they_pass(recipe: str) -> None:
+def test_large_models_step_as_well_as_they_pass(recipe: str) -> None:
+    """In bf16: the steps' logits are as near to those in fp32 as the pass's are."""
     model = zoo.build(recipe, device="cuda", dtype=torch.bfloat16, seed=0)
     tokens = torch.randint(32000, (1, 70), device="cuda")
-    expected = model(tokens).double()
+    passed = model(tokens)[:, 60:].double()
     _, state = model(tokens[:, :60], max_length=70)
     decoder = Decoder(model, state)
-    steps = torch.stack([decoder(token) for token in tokens[:, 60:].unbind(1)], 1).double()
-    assert (steps - expected[:, 60:]).norm() <= 3e-2 * expected[:, 60:].norm()
+    stepped = torch.stack([decoder(token) for token in tokens[:, 60:].unbind(1)], 1).double()
+    exact = model.float()(tokens)[:, 60:].double()
+    assert (stepped - exact).norm() <= 1.2 * (passed - exact).norm()
+    assert (passed - exact).norm() <= 0.1 * exact.norm()

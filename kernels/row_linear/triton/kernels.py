@@ -14,10 +14,12 @@ from zoo.kernels.triton.early import release_next, wait_for_last
 def _scale(x, eps, K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """x over the root mean square of its run of SIZE numbers; those from K on are 0, and stay it."""
     if SIZE == K:
-        return x * tl.rsqrt(tl.sum(x * x) / SIZE + eps)
-    runs = tl.reshape(x, [BLOCK // SIZE, SIZE])
-    scales = tl.rsqrt(tl.sum(runs * runs, 1) / SIZE + eps)
-    return tl.reshape(runs * scales[:, None], [BLOCK])
+        scaled = x * tl.rsqrt(tl.sum(x * x) / SIZE + eps)
+    else:
+        runs = tl.reshape(x, [BLOCK // SIZE, SIZE])
+        scales = tl.rsqrt(tl.sum(runs * runs, 1) / SIZE + eps)
+        scaled = tl.reshape(runs * scales[:, None], [BLOCK])
+    return scaled
 
 
 @triton.jit(do_not_specialize=["eps"])
