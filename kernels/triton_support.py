@@ -29,15 +29,16 @@ def missing_for_triton(name: str, device: torch.device, dtype: torch.dtype) -> s
     return None
 
 
-def missing_for_heads(device: torch.device, dtype: torch.dtype, **sizes: int) -> str | None:
+def missing_for_heads(device: torch.device, dtype: torch.dtype, name: str = "v", **sizes: int) -> str | None:
     """What a call lacks whose kernels hold whole heads, or None.
 
     Args:
         device: of the tensors.
-        dtype: of v.
+        dtype: of the argument whose dtype the kernels take.
+        name: of that argument.
         sizes: of the heads, by name.
     """
-    missing = missing_for_triton("v", device, dtype)
+    missing = missing_for_triton(name, device, dtype)
     if missing is not None:
         return missing
     if max(sizes.values()) > MAX_HEAD_DIM:

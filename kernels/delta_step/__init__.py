@@ -48,7 +48,7 @@ def delta_step(
         taps: [B, K, C], contiguous: token p of a row is in slot p mod K; zeros before the first.
         start: [B] int64, how many tokens each row has seen.
         state: [B, G, d_k, d_v], contiguous, in float32 (float64 for float64 x).
-        logits: [B, G], the last dimension dense; without them beta is ``strength``.
+        logits: [B, G]; without them beta is ``strength``.
         bias: [C]; none if None.
         g: [B, G], the log of the decay; none if None.
         strength: the most that beta can be.
@@ -75,9 +75,9 @@ def delta_step(
 
 def _missing(x: Tensor, weight: Tensor, state: Tensor) -> str | None:
     """What a call lacks for Triton, or None."""
-    missing = missing_for_heads(x.device, x.dtype, d_k=state.shape[2], d_v=state.shape[3])
+    missing = missing_for_heads(x.device, x.dtype, "x", d_k=state.shape[2], d_v=state.shape[3])
     if missing is not None:
-        return missing.replace("v in", "x in")
+        return missing
     return f"K of at most {_MAX_TAPS}, got {weight.shape[0]}" if weight.shape[0] > _MAX_TAPS else None
 
 

@@ -36,7 +36,7 @@ def row_linear(
     rounds as the separate operations do. For inference: no gradients.
 
     Args:
-        x: [..., d], K numbers in all, floating point.
+        x: [..., d], K numbers in all, floating point, any strides, like all the tensors here.
         weight: [N, K], in the dtype of x, like all that follow.
         norm_weight: [d]; without it, no norm.
         eps: of the norm.

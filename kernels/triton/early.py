@@ -18,7 +18,8 @@ _CAPABILITY = (9, 0)  # Hopper
 
 def early_options(device: torch.device) -> dict[str, Any]:
     """Options of a launch: EARLY, for the functions below, and Triton's own."""
-    early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+    on_cuda = device.type == "cuda" and torch.version.hip is None
+    early = on_cuda and torch.cuda.get_device_capability(device) >= _CAPABILITY
     return {"EARLY": early, "launch_pdl": True} if early else {"EARLY": False}
 
 

@@ -23,10 +23,31 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_equals_the_separate_operations(case: Case, dtype: torch.dtype) -> None:
-    given = inputs(case, dtype)
+    check(inputs(case, dtype), dtype)
+
+
+def test_any_strides() -> None:
+    given = inputs(CASES["groups"])
+    for name in ("logits", "bias", "g", "weight", "start"):
+        twice = torch.stack([given[name]] * 2, -1)[..., 0]
+        one = given[name].flatten()[:1].expand(given[name].shape)
+        for strided in (twice, one):
+            changed = {other: x.clone() if isinstance(x, torch.Tensor) else x for other, x in given.items()}
+            if name != "start" or strided is twice:  # other taps would be empty
+                check(changed | {name: strided}, torch.float32)
+
+
+def test_taps_of_another_dtype() -> None:
+    """As under autocast, where x comes from a product in half precision and the state is of the weights' dtype."""
+    given = inputs(CASES["gated"], torch.bfloat16)
+    check(given | {name: given[name].float() for name in ("taps", "weight", "bias")}, torch.bfloat16)
+
+
+def check(given: dict[str, Any], dtype: torch.dtype) -> None:
     expected = exact(given)
+    normalize = given["qk_l2norm"]
     there: dict[str, Any] = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-    normalize = there.pop("qk_l2norm")
+    del there["qk_l2norm"]
     o = launch_step(**there, normalize=normalize)
     # One rounding; the interpreter cuts off where it rounds to bfloat16.
     o_tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 2**-7}[dtype]

@@ -41,9 +41,21 @@ def test_however_many_rows_a_program_has(block: int, monkeypatch: pytest.MonkeyP
     check(inputs(CASES["gated heads"]), constant=True)
 
 
-def test_any_strides() -> None:
-    given = inputs(Case((60,), 9, gate=True))
-    wide = torch.zeros(9, 70)
-    wide[:, :60] = given["weight"]
-    for weight in (wide[:, :60], given["weight"].t().contiguous().t()):
-        check(given | {"weight": weight}, constant=False)
+@pytest.mark.parametrize("eps", [0.0, 1e-46])
+def test_a_norm_without_eps(eps: float) -> None:
+    check(inputs(CASES["gated heads"]) | {"eps": eps}, constant=False)
+    check(inputs(Case((1, 3, 4), 5, norm=True)) | {"eps": eps}, constant=False)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_any_strides(constant: bool) -> None:
+    given = inputs(Case((2, 32), 9, norm=True, gate=True, residual=True))
+    given["weight"] = apart = torch.zeros(9, 70)[:, :64].copy_(given["weight"])
+    check(given, constant)
+    for name in ("x", "norm_weight", "gate", "residual"):
+        twice = torch.stack([given[name]] * 2, -1)[..., 0]
+        one = given[name].flatten()[:1].expand(given[name].shape)
+        for strided in (twice, one):
+            check(given | {name: strided}, constant)
+    check(given | {"weight": apart.t().contiguous().t()}, constant)
+    check(given | {"x": torch.randn(2, 40)[:, :32]}, constant)

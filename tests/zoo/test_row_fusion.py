@@ -1,6 +1,5 @@
 """The pass that joins products of one row with what stands around them: what it takes in, and that nothing changes."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from zoo import recipes
 from zoo.decoding import _logits
 from zoo.kernels.row_linear import row_linear
 from zoo.mixers.delta_net import DeltaNet
-from zoo.row_fusion import fuse_rows
+from zoo.row_fusion import compile_rows, fuse_rows
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -95,17 +94,27 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[Any], list[set[str]]]] = {
                     [X, W, V], ONLY),
     "norm used again": (lambda x, w, v: (y := F.rms_norm(x, (8,), v, 1e-6), F.linear(y, w)), [X, W, V], ONLY),
     "gate used again": (lambda x, w: (y := F.silu(x), F.linear(x * y, w)), [X, W], ONLY),
-    "square of silu": (lambda x, w: F.linear(F.silu(x) * F.silu(x + 1), w), [X, W], [{"gate"}]),
+    "product of silus": (lambda x, w: F.linear(F.silu(x) * F.silu(x + 1), w), [X, W], [{"gate"}]),
+    "square of silu": (lambda x, w: F.linear((y := F.silu(x)) * y, w), [X, W], ONLY),
+    "silu in place": (lambda x, w: (y := x + 1, F.linear(x * F.silu(y, inplace=True), w), y), [X, W], [set()]),
+    "by names": (lambda x, w, v: F.linear(weight=w, input=torch.rms_norm(x, normalized_shape=(8,), weight=v, eps=1e-6)),
+                 [X, W, V], [{"norm_weight"}]),
+    "norm by default, of torch": (lambda x, w, v: F.linear(torch.rms_norm(x, (8,), v), w), [X, W, V], ONLY),
+    "gate by name": (lambda x, w: F.linear(x * F.silu(input=x + 1), w), [X, W], [{"gate"}]),
+    "broadcast gate": (lambda x, w: F.linear(x * F.silu(x[:, :1]), w), [X, W], ONLY),
     "a number": (lambda x, w: F.linear(x * 2, w), [X, W], ONLY),
     "residual first": (lambda x, w, b: b + F.linear(x, w), [X, W, B], [{"residual"}]),
     "residual last": (lambda x, w, b: F.linear(x, w) + b, [X, W, B], [{"residual"}]),
     "residual of another shape": (lambda x, w, b: F.linear(x, w) + b[0], [X, W, B], ONLY),
     "residual of another dtype": (lambda x, w, b: F.linear(x, w) + b, [X, W, B.double()], ONLY),
+    "another sum": (lambda x, w, b: ((y := F.linear(x, w)), (b + b) * y), [X, W, B], ONLY),
+    "sum beside it": (lambda x, w, b: (y := F.linear(x, w), s := b + b, s * y), [X, W, B], ONLY),
     "added number": (lambda x, w: F.linear(x, w) + 1, [X, W], ONLY),
     "twice itself": (lambda x, w: (y := F.linear(x, w)) + y, [X, W], ONLY),
     "product used again": (lambda x, w, b: (y := F.linear(x, w), b + y), [X, W, B], ONLY),
     "bias": (lambda x, w, b: F.linear(x, w, b[0]), [X, W, B], []),
     "computed matrix": (lambda x, w: F.linear(x, w * 2), [X, W], []),
+    "flat matrix": (lambda x, w: F.linear(x, w[0]), [X, W], []),
     "half a row": (lambda x, w: F.linear(x.view(2, 4), w[:, :4]), [X, W], []),
 }  # fmt: skip
 
@@ -160,6 +169,68 @@ def test_what_happens_in_between_happens_there(function: Callable[..., Any], exp
         assert torch.equal(one, other)
 
 
+class Parallel(nn.Module):
+    """A block whose mixer and MLP stand side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.RMSNorm(8, eps=1e-6), nn.Linear(8, 8, bias=False)
+        self.up, self.down = nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        mixed = self.mix(y)
+        return x + mixed + self.down(F.silu(self.up(y)))
+
+
+def test_a_sum_of_others_behind_a_product_is_left_alone() -> None:
+    block = Parallel()
+    result, graph = fused(block, X)
+    torch.testing.assert_close(result, block(X).detach())
+    assert len(products(graph)) == 3
+
+
+def test_a_matrix_is_read_early_where_nothing_in_flight_writes_it() -> None:
+    first, second, third = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def function(x: Tensor, fast: Tensor) -> Tensor:
+        x = third(F.linear(second(first(x)), fast))
+        third.weight.mul_(2)
+        return x
+
+    _, graph = fused(function, X, torch.randn(8, 8))
+    early = [node.kwargs["constant"] for node in graph.nodes if node.target is row_linear]
+    assert early == [False, True, False, False]  # the first; no parameter; written in the graph
+
+
+def test_gradients_are_those_of_the_separate_operations() -> None:
+    plain, mixed = nn.Linear(8, 5, bias=False), nn.Linear(8, 5)
+
+    def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        fuse_rows(module, lambda *_: True)
+        assert products(module.graph) == []
+        return module.forward
+
+    call = torch.compile(lambda x: plain(x) * mixed(x), backend=backend, fullgraph=True)
+    call(X).sum().backward()
+    assert plain.weight.grad is not None
+    torch.testing.assert_close(plain.weight.grad, mixed(X).detach().T @ X)
+    with torch.no_grad():
+        jacobian = torch.compile(torch.func.jacrev(lambda x: F.linear(x, W).sum()), backend=backend, fullgraph=True)(X)
+    torch.testing.assert_close(jacobian, W.sum(0, keepdim=True))
+
+
+@pytest.mark.parametrize("how", [{"mode": "max-autotune-no-cudagraphs"}, {"options": {"shape_padding": False}}, {}])
+def test_the_backend_takes_what_inductor_takes(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda module, _, config_patches: (
+        seen.append(config_patches), module.forward)[1])  # fmt: skip
+    with torch.no_grad():
+        torch.compile(lambda x: x + 1, backend=compile_rows, **how)(X)
+    mode = torch._inductor.list_mode_options(how["mode"]) if "mode" in how else {}
+    assert seen == [mode | how.get("options", {})]
+
+
 def test_autocast_keeps_its_products() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         result, graph = fused(lambda x, w: F.linear(x, w), X, W)
@@ -179,7 +250,7 @@ def test_only_what_the_kernel_can() -> None:
     def backend(graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         fuse_rows(graph_module, can)
         assert products(graph_module.graph) == []
-        assert used(graph_module.graph, operator.add) == 0
+        assert used(graph_module.graph, F.linear) == 1
         return graph_module.forward
 
     with torch.no_grad():

@@ -31,6 +31,8 @@ def launch_step(
     """o [B, H, d_v] of `delta_step`, in one launch; its arguments."""
     (batch, groups, key_dim, value_dim), size = state.shape, weight.shape[0]
     repeat = (x.shape[1] - groups * value_dim) // (groups * key_dim) - 1
+    if logits is not None and logits.stride(1) != 1:
+        logits = logits.contiguous()
     o = x.new_empty(batch, groups * repeat, value_dim)
     block_k, block_v = block_size(key_dim), min(_BLOCK_V, block_size(value_dim))
     delta_step_kernel[(batch * groups * triton.cdiv(value_dim, block_v),)](
@@ -40,7 +42,7 @@ def launch_step(
         start.contiguous(),
         state,
         logits,
-        bias,
+        None if bias is None else bias.contiguous(),
         None if g is None else g.contiguous(),
         o,
         x.stride(0),

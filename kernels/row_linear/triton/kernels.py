@@ -12,7 +12,7 @@ from zoo.kernels.triton.early import release_next, wait_for_last
 
 @triton.jit
 def _scale(x, eps, K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """x over the root mean square of its run of SIZE numbers; those from K on are 0, and stay it."""
+    """x over the root mean square of its run of SIZE numbers."""
     if SIZE == K:
         scaled = x * tl.rsqrt(tl.sum(x * x) / SIZE + eps)
     else:
@@ -53,7 +53,7 @@ def row_linear_kernel(
     vector = tl.load(x + dim, mask=in_row, other=0.0).to(tl.float32)
     if norm_weight is not None:
         learned = tl.load(norm_weight + dim % SIZE, mask=in_row, other=0.0).to(tl.float32)
-        vector = _scale(vector, eps, K, SIZE, BLOCK) * learned
+        vector = tl.where(in_row, _scale(vector, eps, K, SIZE, BLOCK) * learned, 0.0)  # 0 / 0 where no run is
     if gate is not None:
         opening = tl.load(gate + dim, mask=in_row, other=0.0).to(tl.float32)
         vector *= opening * tl.sigmoid(opening)

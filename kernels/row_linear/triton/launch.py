@@ -28,15 +28,19 @@ def multiply_row(
     """y of `row_linear`, in one launch; its arguments."""
     (num_rows, count), size = weight.shape, x.shape[-1]
     y = x.new_empty(num_rows)
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    if weight.stride(1) != 1:
+        weight, constant = weight.contiguous(), False
+    x, gate, residual, norm_weight = (
+        None if part is None else part.reshape(-1).contiguous() for part in (x, gate, residual, norm_weight)
+    )
     block = block_size(count)
     rows = max(1, min(_MOST_ROWS, _NUMBERS // block))
     row_linear_kernel[(triton.cdiv(num_rows, rows),)](
-        x.reshape(-1),
+        x,
         weight,
         norm_weight,
-        None if gate is None else gate.reshape(-1),
-        None if residual is None else residual.reshape(-1),
+        gate,
+        residual,
         y,
         num_rows,
         eps,
@@ -47,6 +51,6 @@ def multiply_row(
         ROWS=rows,
         CONSTANT=constant,
         num_warps=max(1, min(8, rows * block // _WARP)),
-        **early_options(x.device),
+        **early_options(y.device),
     )
     return y
