@@ -1,4 +1,4 @@
-"""A matrix times one row on a CUDA device: launched while what wrote its inputs ends, it still reads what that wrote."""
+"""A matrix times one row on a CUDA device: launched while what wrote its inputs ends, it reads what that wrote."""
 
 import pytest
 import torch
