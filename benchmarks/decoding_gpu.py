@@ -29,7 +29,8 @@ from models_gpu import VOCABULARY, fla_model, profile
 BANDWIDTH = 4.3e12  # bytes a second that an H200's memory gives
 STEPS, WARMUP, REPEATS = 20, 5, 9
 PROMPT, NEW_TOKENS, CALLS = 128, 64, 5
-CHECKED, WRONG = 8, 0.1  # steps that are compared with a pass, and the relative error in bf16 that is none of rounding
+CHECKED, WRONG = 8, 0.25  # steps that are compared with a pass, and the relative error in bf16 that is none of rounding
+WRONG_CHOICE = 0.5  # standard deviations below the best logit; a token at random is 4 below
 Job = tuple[str, int, tuple[int, ...]]  # a recipe, a number of rows, and contexts
 KINDS = {
     "matrix products": ("row_linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "splitK"),
@@ -205,7 +206,7 @@ def worst_choice(model: zoo.LanguageModel, ids: Tensor) -> float:
     logits = torch.cat([model(row[None])[:, PROMPT - 1 : -1] for row in ids[:8]]).float()
     chosen = logits.gather(-1, ids[:8, PROMPT:, None])[..., 0]
     gap = float((logits.amax(-1) - chosen).max() / logits.std())
-    if not gap < WRONG:
+    if not gap < WRONG_CHOICE:
         raise RuntimeError(f"greedy tokens are {gap:.2f} standard deviations below the best")
     return gap
 
