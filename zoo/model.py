@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zoo import components, registry
 from zoo.config import ModelConfig
-from zoo.generation import OnToken, generate
+from zoo.generation import generate
 from zoo.kernels.packing import can_read_values, check_cu_seqlens
 from zoo.kernels.precision import layers_dtype
 from zoo.loss import IGNORED, linear_cross_entropy
@@ -129,60 +129,7 @@ class LanguageModel(nn.Module):
         """``model(tokens, labels=labels)``, for use without a wrapper: torch.compile, DDP and FSDP see only forward."""
         return self(tokens, labels=labels, cu_seqlens=cu_seqlens)
 
-    def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        *,
-        lengths: Tensor | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop_token: int | None = None,
-        seed: int | None = None,
-        on_token: OnToken | None = None,
-        compile: bool | None = None,
-    ) -> Tensor:
-        """Go on from prompts, in eval mode and without gradients.
-
-        The prompts' pass is eager: it runs once, in large kernels, and no length compiles anything. A compiled step is
-        kept as long as the model, for each B, kind of drawing, and size of the state: T + N, rounded up to a power of
-        two from 64, so that few lengths compile anything. On CUDA the step, compiled or not, is replayed as a CUDA
-        graph.
-
-        Args:
-            tokens: [B, T] int64, prompts, padded on the right with any tokens.
-            max_new_tokens: N.
-            lengths: [B] int64 from 1 to T, how many tokens of each row are its prompt; None for all.
-            temperature: what logits are divided by before a token is drawn; 0 takes the most likely one.
-            top_k: draw from that many of the most likely tokens.
-            top_p: draw from the fewest most likely tokens, of these, whose probability reaches it together.
-            stop_token: a row that has emitted it emits nothing else; the loop ends when every row has.
-            seed: of the drawing: the same one, the same tokens, up to rounding of the logits on another device or
-                compiled. None draws from torch's generator of the CPU.
-            on_token: called with each new token of all rows, [B] int64 on the CPU, while the device goes on.
-            compile: whether to compile the step; None: on CUDA, not on a CPU.
-
-        Returns:
-            [B, T + N] int64: each row's prompt, and right after it its new tokens. What is left, where the prompt is
-            shorter than T and after a stop, is ``stop_token``, or 0 without one.
-
-        Raises:
-            ValueError: an argument is not as above, or a mixer cannot decode. ``lengths`` are read only on the CPU.
-        """
-        return generate(
-            self,
-            tokens,
-            max_new_tokens,
-            lengths=lengths,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop_token=stop_token,
-            seed=seed,
-            on_token=on_token,
-            compile=compile,
-        )
+    generate = generate
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return nn.functional.embedding(tokens, self.embedding.weight)  # its own forward reads floats: `StaticFloat`
