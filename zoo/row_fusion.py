@@ -6,7 +6,7 @@ compiler joins elementwise kernels, but no norm with the product behind it, and 
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +74,7 @@ def _fuse(graph: fx.Graph, linear: fx.Node, can: Callable[[Tensor, Tensor | None
     with graph.inserting_before(place):
         options = {"norm_weight": norm, "eps": eps, "gate": gate, "residual": residual, "constant": constant}
         y = graph.call_function(row_linear, (x, weight), options)
-        shaped = graph.call_method("view", (y, tuple(_value(linear).shape)))
+        shaped = graph.call_method("view", (y, (*[1] * (_value(linear).ndim - 1), -1)))
     shaped.meta["example_value"] = _value(linear)
     place.replace_all_uses_with(shaped)
     for node in taken:
@@ -92,8 +92,12 @@ def _arguments(node: fx.Node, *names: str) -> list[Any]:
     return [given.get(name) for name in names]
 
 
+def _is_tensor(node: Any) -> TypeGuard[fx.Node]:
+    return isinstance(node, fx.Node) and isinstance(_value(node), Tensor)
+
+
 def _is_matrix(weight: Any) -> bool:
-    if not isinstance(weight, fx.Node) or weight.op != "placeholder" or not isinstance(_value(weight), Tensor):
+    if not _is_tensor(weight) or weight.op != "placeholder":
         return False
     return _value(weight).ndim == 2 and 0 not in _value(weight).shape
 
@@ -101,7 +105,7 @@ def _is_matrix(weight: Any) -> bool:
 def _is_row(x: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    if not isinstance(x, fx.Node) or not isinstance(_value(x), Tensor) or not _value(x).ndim:
+    if not _is_tensor(x) or not _value(x).ndim:
         return False
     return all(statically_known_true(size == 1) for size in _value(x).shape[:-1])
 
@@ -121,11 +125,11 @@ def _taken(node: Any, targets: tuple[Any, ...], user: fx.Node, start: fx.Node) -
 def _gated(linear: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node | None]:
     """The first node that is taken in, the one that needs x, and the factors of x * silu(gate) if x is that."""
     if _taken(x, (operator.mul,), linear, linear):
-        factors = x.args
+        factors = _arguments(x, "input", "other")
         for factor, other in (factors, factors[::-1]):
-            if isinstance(factor, fx.Node) and isinstance(other, fx.Node) and _taken(factor, (F.silu,), x, x):
+            if factor is not other and _is_tensor(other) and _taken(factor, (F.silu,), x, x):
                 gate, inplace = _arguments(factor, "input", "inplace")
-                if factor is not other and _value(factor).shape.numel() == _value(other).shape.numel() and not inplace:
+                if _value(factor).shape.numel() == _value(other).shape.numel() and not inplace:
                     return factor, x, other, gate
     return linear, linear, x, None
 
@@ -146,8 +150,8 @@ def _added(linear: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     """The node that adds something of the same shape and dtype to a product, and what; or the product itself."""
     user = linear.next
     if user.target is operator.add and _taken(linear, (F.linear,), user, user):
-        residual = next((arg for arg in user.args if arg is not linear), None)
-        if isinstance(residual, fx.Node) and isinstance(_value(residual), FakeTensor):
+        residual: Any = next((arg for arg in user.args if arg is not linear), None)
+        if _is_tensor(residual) and isinstance(_value(residual), FakeTensor):
             like, own = _value(residual), _value(linear)
             if like.shape == own.shape and like.dtype == own.dtype:
                 return user, residual

@@ -43,7 +43,7 @@ def row_linear(
         gate: K numbers; without it, no gate.
         residual: N numbers; without it, none is added.
         constant: promises that nothing that may still run on the device writes to ``weight``: Triton then reads it
-            while what came before is on its last legs (programmatic dependent launch, on Hopper and later).
+            while the launch before this one ends (programmatic dependent launch, on Hopper and later).
         impl: "triton" (CUDA; bf16, fp16 or fp32; K up to 16384; with a norm over less than K, a power of two d),
             "torch" (plain PyTorch on any device), or "auto": Triton where it can. An explicit choice never falls back.
 

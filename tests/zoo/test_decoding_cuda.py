@@ -69,7 +69,7 @@ def test_a_thousand_steps_in_one_graph_never_wait_for_the_device(batch_size: int
 
 @torch.no_grad()
 def test_a_step_sees_weights_that_change_right_before_it() -> None:
-    """Though a kernel may read them while what came before it ends."""
+    """Neither a compiled step nor a captured one keeps a copy."""
     model, tokens = zoo.build("deltanet-tiny", device="cuda", seed=0), random_tokens(1, 40)
     decoder, state = Decoder(model, model.init_state(1, 64)), model.init_state(1, 64)
     results = []

@@ -21,8 +21,8 @@ TINY = [name for name in recipes.names() if name.endswith("-tiny")]
 
 
 @torch.no_grad()
-def fused(function: Callable[..., Any], *args: Any) -> tuple[Any, fx.Graph]:
-    """What the function's graph returns after the pass, and the graph without what has no use."""
+def fused(function: Callable[..., Any], *args: Any, dynamic: bool = False) -> tuple[Any, fx.Graph]:
+    """What the function's graph returns after the pass, and the graph."""
     graphs = []
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -31,7 +31,7 @@ def fused(function: Callable[..., Any], *args: Any) -> tuple[Any, fx.Graph]:
         graphs.append(module.graph)
         return module.forward
 
-    result = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args)
+    result = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
     (graph,) = graphs
     return result, graph
 
@@ -102,6 +102,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[Any], list[set[str]]]] = {
     "norm by default, of torch": (lambda x, w, v: F.linear(torch.rms_norm(x, (8,), v), w), [X, W, V], ONLY),
     "gate by name": (lambda x, w: F.linear(x * F.silu(input=x + 1), w), [X, W], [{"gate"}]),
     "broadcast gate": (lambda x, w: F.linear(x * F.silu(x[:, :1]), w), [X, W], ONLY),
+    "gated number": (lambda x, w, n: F.linear(F.silu(x) * n, w), [X, W, 3], ONLY),
     "a number": (lambda x, w: F.linear(x * 2, w), [X, W], ONLY),
     "residual first": (lambda x, w, b: b + F.linear(x, w), [X, W, B], [{"residual"}]),
     "residual last": (lambda x, w, b: F.linear(x, w) + b, [X, W, B], [{"residual"}]),
@@ -120,10 +121,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[Any], list[set[str]]]] = {
 
 
 @pytest.mark.parametrize(("function", "args", "expected"), FUNCTIONS.values(), ids=FUNCTIONS.keys())
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_takes_what_nothing_else_needs(
-    function: Callable[..., Any], args: list[Tensor], expected: list[set[str]]
+    function: Callable[..., Any], args: list[Any], expected: list[set[str]], dynamic: bool
 ) -> None:
-    results, graph = fused(function, *args)
+    results, graph = fused(function, *args, dynamic=dynamic)
     assert products(graph) == expected
     torch.testing.assert_close(results, function(*args), rtol=1e-5, atol=1e-5)
 
