@@ -1,0 +1,94 @@
+"""``zoo bench``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zoo.cli.options import Device, Dtype, choice, choices, listed, number, numbers
+from zoo.cli.options import dtype as read_dtype
+from zoo.cli.running import run_and_report
+
+app = typer.Typer(no_args_is_help=True, help="Measure kernels side by side.")
+
+
+@app.command()
+def attention(
+    backends: Annotated[
+        str | None,
+        typer.Option(
+            help="In order: auto (the library's choice), sdpa (PyTorch's choice), cudnn and sdpa-flash (PyTorch's two "
+            "kernels, full and dense only), flash, flex, xformers, triton. Default: all."
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Sequence lengths, e.g. 512,2k. Default: 256,512 on a CPU, 512,1k,4k,16k,32k on CUDA."),
+    ] = None,
+    windows: Annotated[
+        str | None,
+        typer.Option(
+            help="Visible keys, or full; one as long as a sequence is left out there. "
+            "Default: full,64 on a CPU, full,256,1024,4096 on CUDA."
+        ),
+    ] = None,
+    head_dims: Annotated[
+        str | None, typer.Option(help="Sizes of a head, e.g. 64,128. Default: 32 on a CPU, 64,128 on CUDA.")
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="dense or packed. Default: both.")] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="Query heads. Default: 4 on a CPU, 2048 / head dim on CUDA.")
+    ] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads. Default: as many as query heads.")] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a call, rounded down to whole sequences but at least one. "
+            "Default: 512 on a CPU, 16384 on CUDA."
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for attention_DEVICE_DTYPE_HEADS.json, .md and .png, say attention_h200_bfloat16_d64.json."
+        ),
+    ] = Path("results/bench"),
+    seed: Annotated[int, typer.Option(help="Of the tensors' values.")] = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Measure causal attention's backends: time, memory, throughput, and errors against the reference.
+
+    Dense sequences are rows of a batch. Packed, the same tokens are documents of one row: as many visible pairs.
+    A backend that cannot serve a call is skipped, and the results say why.
+    The exit status is 1 if one fails, or if its output or gradients are far from the reference.
+    Shows a table, writes JSON, Markdown and a plot, and prints one JSON object as the last line.
+    """
+    from zoo.bench import report
+    from zoo.bench.measure import run_plan
+    from zoo.bench.plan import BACKENDS, LAYOUTS, make_plan
+    from zoo.machine import slug
+
+    plan = make_plan(
+        backends=BACKENDS if backends is None else choices("--backends", backends, BACKENDS),
+        lengths=numbers("--lengths", lengths, "numbers of tokens, such as 512,2k"),
+        windows=None if windows is None else listed(windows, _window),
+        head_dims=numbers("--head-dims", head_dims, "numbers of channels, such as 64,128"),
+        layouts=LAYOUTS if layout is None else (choice("--layout", layout, LAYOUTS),),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        tokens=tokens,
+        seed=seed,
+        device=device,
+        dtype=read_dtype(dtype),
+    )
+    sizes = "-".join(map(str, plan.head_dims))
+    name = f"attention_{slug(plan.device)}_{str(plan.dtype).removeprefix('torch.')}_d{sizes}"
+    files = (out / f"{name}.json", out / f"{name}.md", out / f"{name}.png")
+    results = run_and_report(plan, run_plan, report, report.outcome, files)
+    if any("error" in row or row.get("correct") is False for row in results["rows"]):
+        raise typer.Exit(1)
+
+
+def _window(text: str) -> int | None:
+    return None if text == "full" else number("--windows", text, "full and numbers of keys, such as full,256,1k")
