@@ -4,7 +4,7 @@ Shapes: B batch, T sequence length, N documents, S slots of a cache, d_h head di
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,11 @@ from zoo.kernels.attention import Call, Mask, MaskKind, document_ids, make_mask,
 from zoo.kernels.ring import slot_positions
 from zoo.mixers.norms import StaticFloat
 
-__all__ = ["AttentionMask", "Context", "RotaryTable", "Shared"]
+__all__ = ["AttentionMask", "Context", "RotaryTable", "Shared", "canonical"]
+
+Description = TypeVar("Description")
+
+_KNOWN: dict[Any, Any] = {}
 
 
 class Shared(Protocol):
@@ -22,6 +26,12 @@ class Shared(Protocol):
     def build(self, context: "Context") -> Any:
         """Compute it for one call of the model."""
         ...
+
+
+def canonical(description: Description) -> Description:
+    """The first of all equal descriptions: Dynamo tells blocks apart by the identity of a dictionary's keys, so that
+    with others the blocks of one kind would not share a graph."""
+    return _KNOWN.setdefault(description, description)
 
 
 @dataclass(slots=True)

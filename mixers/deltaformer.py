@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zoo.kernels.attention import attention
 from zoo.kernels.deltaformer import CHUNK, Kappa, default_scale, deltaformer_read, deltaformer_write
 from zoo.kernels.ring import write
-from zoo.mixers.context import AttentionMask, Context
+from zoo.mixers.context import AttentionMask, Context, canonical
 from zoo.mixers.contract import Mixer, State
 from zoo.mixers.deltaformer_step import Kernel, step
 from zoo.mixers.feature_maps import HeadNorm, ShortConvolution, Strength, StrengthKind, convolve, head_norm
@@ -140,8 +140,8 @@ class Deltaformer(Mixer):
             for kappa in (options.kappa1, options.kappa2)
         )
         # Only softmax is attention, whose backends know what is visible by themselves.
-        self.mask = AttentionMask(None, self.head_dim, "auto" if options.kappa2 == "softmax" else "sdpa")
-        self.rotary = options.rotary_table
+        self.mask = canonical(AttentionMask(None, self.head_dim, "auto" if options.kappa2 == "softmax" else "sdpa"))
+        self.rotary = canonical(options.rotary_table)
         self.shared = (self.mask,) if self.rotary is None else (self.mask, self.rotary)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
         self.conv = (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zoo.kernels.attention import attention
 from zoo.kernels.cache_read import read_cache
 from zoo.kernels.ring import write
-from zoo.mixers.context import AttentionMask, Context
+from zoo.mixers.context import AttentionMask, Context, canonical
 from zoo.mixers.contract import Mixer, State
 from zoo.mixers.feature_maps import HeadNorm, head_norm
 from zoo.mixers.rotary import RotaryOptions, rotate
@@ -78,8 +78,8 @@ class SoftmaxAttention(Mixer):
         self.num_heads, self.num_kv_heads, self.head_dim = options.heads
         self.widths = list(options.widths)
         self.qk_norm = options.qk_norm
-        self.mask = AttentionMask(window, self.head_dim, options.backend)
-        self.rotary = options.rotary_table
+        self.mask = canonical(AttentionMask(window, self.head_dim, options.backend))
+        self.rotary = canonical(options.rotary_table)
         self.shared = (self.mask,) if self.rotary is None else (self.mask, self.rotary)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
         self.q_norm = head_norm(options.qk_norm, self.head_dim)

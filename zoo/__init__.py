@@ -12,18 +12,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zoo.builder import build
     from zoo.checkpoint import load, save
+    from zoo.compilation import compile, compile_cache
     from zoo.errors import ZooConfigError
     from zoo.model import LanguageModel
     from zoo.registry import list_names as list
     from zoo.registry import register, register_mixer
 
-__all__ = ["LanguageModel", "ZooConfigError", "build", "list", "load", "register", "register_mixer", "save"]
+__all__ = [
+    "LanguageModel",
+    "ZooConfigError",
+    "build",
+    "compile",
+    "compile_cache",
+    "list",
+    "load",
+    "register",
+    "register_mixer",
+    "save",
+]
 __version__ = "0.1.0"
 
 _HOME = {
     "LanguageModel": ("zoo.model", "LanguageModel"),
     "ZooConfigError": ("zoo.errors", "ZooConfigError"),
     "build": ("zoo.builder", "build"),
+    "compile": ("zoo.compilation", "compile"),
+    "compile_cache": ("zoo.compilation", "compile_cache"),
     "list": ("zoo.registry", "list_names"),
     "load": ("zoo.checkpoint", "load"),
     "register": ("zoo.registry", "register"),

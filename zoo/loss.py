@@ -7,28 +7,32 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["IGNORED", "NUM_CHUNKS", "linear_cross_entropy"]
+__all__ = ["IGNORED", "NUM_CHUNKS", "ChunkGradients", "linear_cross_entropy"]
 
 IGNORED = -100
 NUM_CHUNKS = 8  # fixed, so that one compiled graph serves every number of tokens
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, gradients: "ChunkGradients | None" = None
+) -> Tensor:
     """Mean over labels != -100 of -log softmax(hidden W^T)[label]; 0, with zero gradients, if there are none.
 
     Args:
         hidden: [N, D].
         weight: [V, D], the head.
         labels: [N] int64 in [0, V), or -100.
+        gradients: what makes a chunk's, where that is compiled alone; not in a graph.
 
     Returns:
         The mean, an fp32 scalar.
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, labels)  # pyright: ignore[reportReturnType]
+        alone = () if gradients is None else (gradients,)
+        return _LinearCrossEntropy.apply(hidden, weight, labels, *alone)  # pyright: ignore[reportReturnType]
     total = hidden.new_zeros((), dtype=torch.float32)
     for hidden_chunk, labels_chunk in _chunks(hidden, labels):
         total = total + _losses(hidden_chunk, weight, labels_chunk)[0]
@@ -70,6 +74,14 @@ _compiled_once = torch.compiler.nested_compile_region(_gradients)
 took longer and more memory (torch 2.11), in one run each way."""
 
 
+class ChunkGradients(nn.Module):
+    """One chunk's summed loss and its gradients, as a part of a model that can be compiled alone."""
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of hidden [n, D], weight [V, D], labels [n] int64: the sum, [n, D], [V, D]."""
+        return _gradients(hidden, weight, labels)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Makes the gradients together with the loss, chunk by chunk, so that no logits are kept or computed again.
 
@@ -77,11 +89,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, alone: ChunkGradients | None = None
+    ) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_hidden = []
-        gradients = _compiled_once if hidden.device.type == "cpu" else _gradients
+        gradients = alone or (_compiled_once if hidden.device.type == "cpu" else _gradients)
         for hidden_chunk, labels_chunk in _chunks(hidden, labels):
             chunk = hidden_chunk, weight, labels_chunk
             loss, grad_hidden_chunk, grad_weight_chunk = gradients(*chunk)  # pyright: ignore[reportCallIssue]
@@ -95,8 +109,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # an untyped decorator
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  # an untyped decorator
         grad_hidden, grad_weight, count = ctx.saved_tensors
         scale = grad_outputs[0] / count
         hidden_dtype, weight_dtype = ctx.dtypes
-        return (grad_hidden * scale).to(hidden_dtype), (grad_weight * scale).to(weight_dtype), None
+        return (
+            (grad_hidden * scale).to(hidden_dtype),
+            (grad_weight * scale).to(weight_dtype),
+            *(None for _ in ctx.needs_input_grad[2:]),
+        )

@@ -52,6 +52,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "cuda": torch.version.cuda,
+        "driver": _driver() if device.type == "cuda" else None,
         "zoo": _version("mixer-zoo"),
         "commit": told or _git("rev-parse", "HEAD"),
         "changed_since_commit": None if changes is None else changes != "",
@@ -78,9 +79,21 @@ def _cpu() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+def _driver() -> str | None:
+    """The version of NVIDIA's driver, as its module says."""
+    told = Path("/proc/driver/nvidia/version")
+    try:
+        return next(iter(re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", told.read_text())), None)
+    except OSError:
+        return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
 def _git(*arguments: str) -> str | None:
     """What git says of the checkout that this file lies in, or None outside one."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+    return _said("git", "-C", str(Path(__file__).resolve().parent), *arguments)
+
+
+def _said(*command: str) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

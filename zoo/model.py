@@ -15,7 +15,7 @@ from zoo.config import ModelConfig
 from zoo.generation import generate
 from zoo.kernels.packing import can_read_values, check_cu_seqlens
 from zoo.kernels.precision import layers_dtype
-from zoo.loss import IGNORED, linear_cross_entropy
+from zoo.loss import IGNORED, ChunkGradients, linear_cross_entropy
 from zoo.mixers.context import Context
 from zoo.mixers.contract import Mixer, State
 from zoo.state import check_lengths, check_state
@@ -42,6 +42,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(components.make("block", layer, config.dim) for layer in config.layers)
         self.norm = components.make("norm", config.norm, config.dim)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.chunk_gradients = ChunkGradients()
         self.lacking = _lacking(config)
         self.shared = tuple(dict.fromkeys(shared for mixer in self.mixers() for shared in mixer.shared))
         self.reset_parameters()
@@ -122,7 +123,8 @@ class LanguageModel(nn.Module):
         context = Context.from_tokens(tokens, cu_seqlens, dtype=layers_dtype(embedded)).share(self.shared)
         hidden = self._run(embedded, context, [None] * len(self.blocks))[0]
         if labels is not None:
-            return linear_cross_entropy(hidden.flatten(0, 1), self._head_weight(), labels.flatten())
+            alone = None if torch.compiler.is_compiling() else self.chunk_gradients
+            return linear_cross_entropy(hidden.flatten(0, 1), self._head_weight(), labels.flatten(), alone)
         return nn.functional.linear(hidden, self._head_weight())
 
     def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""How long a call takes, as quantiles over its repetitions."""
+"""How long a call takes, as quantiles over its repetitions, and the most that a device can do."""
 
 import math
 import sys
@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["QUANTILES", "call_ms", "graph_ms", "milliseconds", "rounded", "spread"]
+__all__ = ["QUANTILES", "call_ms", "copy_bandwidth", "graph_ms", "matmul_rate", "milliseconds", "rounded", "spread"]
 
 QUANTILES = (0.5, 0.2, 0.8)
 _FEWEST = 3  # repetitions on a CPU
 _SECONDS = 0.2  # of them all
+_COPIED = {"cpu": 2**26, "cuda": 2**31}  # bytes of a copy: no cache holds them
+_MULTIPLIED = {"cpu": 512, "cuda": 8192}  # rows and columns of a product
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device) -> dict[str, float | None]:
@@ -53,17 +55,22 @@ def call_ms(call: Callable[[], Any], rep: int = 60) -> list[float]:
     return marks
 
 
-def graph_ms(call: Callable[[], Any]) -> list[float] | None:
-    """Milliseconds of a call replayed as a CUDA graph: the `QUANTILES`, or None where it cannot be captured."""
+def graph_ms(call: Callable[[], Any], rep: int = 50) -> list[float] | None:
+    """Milliseconds of a call replayed as a CUDA graph: the `QUANTILES`, or None where it cannot be captured.
+
+    Args:
+        call: what is measured.
+        rep: milliseconds of it in the graph, about, which is replayed ten times.
+    """
     try:
-        return _graph_ms(call)
+        return _graph_ms(call, rep)
     except RuntimeError as error:
         print(f"no CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         torch.cuda.synchronize()
         return None
 
 
-def _graph_ms(call: Callable[[], Any], rep: int = 50) -> list[float]:
+def _graph_ms(call: Callable[[], Any], rep: int) -> list[float]:
     """Ten times as many milliseconds of replays."""
     from triton.testing import do_bench_cudagraph
 
@@ -79,3 +86,34 @@ def spread(marks: list[float]) -> dict[str, float | None]:
 def rounded(value: float) -> float | None:
     """To four digits; None for what JSON does not know."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written together, of a large copy, measured: what memory gives at most.
+
+    Args:
+        device: the CPU, or the current CUDA device.
+    """
+    source = torch.empty(_COPIED[device.type], dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a large matrix product of random numbers, measured.
+
+    That of float32 on CUDA depends on `torch.get_float32_matmul_precision`.
+
+    Args:
+        device: the CPU, or the current CUDA device.
+        dtype: of the operands.
+    """
+    size = _MULTIPLIED[device.type]
+    x, y = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: torch.mm(x, y), device)
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    median = milliseconds(call, device)["median"]
+    assert median, "a call takes time"
+    return median / 1e3

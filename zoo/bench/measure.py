@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+from zoo.bench.failures import LARGEST_ERROR, failure
 from zoo.bench.plan import FORCED, Cell, Plan, visible_pairs
 from zoo.bench.ranking import rank
 from zoo.kernels.attention import Mask, attention, attention_mask
@@ -21,10 +22,9 @@ from zoo.memory import give_back, peak_bytes
 from zoo.results import Results, Row, collect
 from zoo.timing import milliseconds, rounded
 
-__all__ = ["run_plan"]
+__all__ = ["attend", "run_plan"]
 
 _TENSORS = ("o", "dq", "dk", "dv")
-_BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # of the relative errors
 _CANNOT = ("No available kernel", "No viable backend")  # how PyTorch says that a forced kernel does not take a call
 
 
@@ -45,7 +45,7 @@ def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[
         "dtype": str(plan.dtype).removeprefix("torch."),
         "tokens": plan.tokens,
         "seed": plan.seed,
-        "largest_error": _BOUNDS[plan.dtype],
+        "largest_error": LARGEST_ERROR[plan.dtype],
     }
     with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
         return collect(
@@ -64,9 +64,7 @@ def _rows(plan: Plan, announce: Callable[[int, Cell], None]) -> Iterator[tuple[C
                 inputs = inputs or _Inputs(plan, cell)
                 row = _measure(plan, cell, inputs)
             except Exception as error:  # one broken backend must not lose the rest
-                reason = str(error).partition("\n")[0]
-                unfit = isinstance(error, ValueError) and reason.startswith("impl:")
-                row = {"skipped": reason} if unfit else {"error": f"{type(error).__name__}: {reason}"}
+                row = failure(error)
             torch.compiler.reset()  # each cell has graphs of its own, as many as there are cells
             give_back(plan.device)
             yield cell, row
@@ -146,10 +144,11 @@ def _measure(plan: Plan, cell: Cell, inputs: _Inputs) -> Row:
     """
     B, H, G = plan.shape(cell)
     leaves, gradient, cu_seqlens = inputs.views(cell)
-    alone = partial(_attend, cell, cu_seqlens, None)
+    visible: dict[str, Any] = {"window": cell.window, "cu_seqlens": cu_seqlens}
+    alone = partial(attend, cell.backend, **visible)
     errors = inputs.errors(_forward_backward(alone, leaves, gradient))
     peak = peak_bytes(lambda: _forward_backward(alone, leaves, gradient), plan.device)
-    call = partial(_attend, cell, cu_seqlens, _mask(cell, cu_seqlens, leaves[0]))
+    call = partial(attend, cell.backend, **visible, mask=_mask(cell, cu_seqlens, leaves[0]))
 
     def forward() -> None:
         with torch.no_grad():
@@ -173,7 +172,7 @@ def _measure(plan: Plan, cell: Cell, inputs: _Inputs) -> Row:
         "visible_pairs": pairs,
         **{f"{name}_tflops": rounded(flops[name] / marks["median"] / 1e9) for name, marks in times.items()},
         "errors": {name: rounded(error) for name, error in errors.items()},
-        "correct": all(error <= _BOUNDS[plan.dtype] for error in errors.values()),
+        "correct": all(error <= LARGEST_ERROR[plan.dtype] for error in errors.values()),
     }
 
 
@@ -191,28 +190,37 @@ def _mask(cell: Cell, cu_seqlens: Tensor | None, q: Tensor) -> Mask | None:
     )
 
 
-def _attend(cell: Cell, cu_seqlens: Tensor | None, mask: Mask | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The output of a backend, by a mask if there is one.
+def attend(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    mask: Mask | None = None,
+) -> Tensor:
+    """The output of one of `BACKENDS`, or of the reference, by a mask if there is one.
 
     Raises:
         ValueError: it cannot serve the call; the message begins with "impl:".
     """
-    visible = {"window": cell.window, "cu_seqlens": cu_seqlens} if mask is None else {"mask": mask}
+    visible = {"window": window, "cu_seqlens": cu_seqlens} if mask is None else {"mask": mask}
     call = partial(attention, q, k, v, **visible)
-    if cell.backend not in FORCED:
-        return call(impl=cell.backend)
-    if cell.window is not None or cu_seqlens is not None:
-        raise ValueError(f"impl: {cell.backend!r} needs a full dense call, as PyTorch's kernel knows no others")
-    if cell.backend == "cudnn" and q.device.type != "cuda":
-        raise ValueError(f"impl: {cell.backend!r} needs CUDA tensors, got {q.device}")
+    if backend not in FORCED:
+        return call(impl=backend)
+    if window is not None or cu_seqlens is not None:
+        raise ValueError(f"impl: {backend!r} needs a full dense call, as PyTorch's kernel knows no others")
+    if backend == "cudnn" and q.device.type != "cuda":
+        raise ValueError(f"impl: {backend!r} needs CUDA tensors, got {q.device}")
     try:
-        with sdpa_kernel(FORCED[cell.backend]):
+        with sdpa_kernel(FORCED[backend]):
             return call(impl="sdpa")
     except RuntimeError as error:
         if not str(error).startswith(_CANNOT):
             raise
-        kind = f"head dim {cell.head_dim} in {str(q.dtype).removeprefix('torch.')} on this device"
-        raise ValueError(f"impl: {cell.backend!r} does not take {kind}") from error
+        kind = f"head dim {q.shape[-1]} in {str(q.dtype).removeprefix('torch.')} on this device"
+        raise ValueError(f"impl: {backend!r} does not take {kind}") from error
 
 
 def _forward_backward(call: Callable[..., Tensor], leaves: list[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:

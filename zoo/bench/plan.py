@@ -9,13 +9,25 @@ from torch.nn.attention import SDPBackend
 
 from zoo import machine
 
-__all__ = ["BACKENDS", "FORCED", "LAYOUTS", "PYTORCH", "Cell", "Layout", "Plan", "make_plan", "visible_pairs"]
+__all__ = [
+    "BACKENDS",
+    "FORCED",
+    "LAYOUTS",
+    "PYTORCH",
+    "Cell",
+    "Layout",
+    "Plan",
+    "check_range",
+    "make_plan",
+    "visible_pairs",
+]
 
 FORCED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}  # of those that sdpa has
 BACKENDS = ("auto", "sdpa", "cudnn", "sdpa-flash", "flash", "flex", "xformers", "triton")
 PYTORCH = ("sdpa", *FORCED, "flash", "flex")  # what PyTorch brings
 Layout = Literal["dense", "packed"]
 LAYOUTS: tuple[Layout, ...] = ("dense", "packed")
+_MOST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,21 @@ def visible_pairs(length: int, window: int | None) -> int:
     return length * visible - visible * (visible - 1) // 2
 
 
+def check_range(options: dict[str, int | None], least: int = 1) -> None:
+    """Refuse what is out of range.
+
+    Args:
+        options: by name; None for one that was not given.
+        least: that is allowed.
+
+    Raises:
+        ValueError: as it says.
+    """
+    for name, value in options.items():
+        if value is not None and not least <= value <= _MOST:
+            raise ValueError(f"--{name}: got {value}, allowed: from {least} to {_MOST}")
+
+
 def make_plan(
     *,
     backends: tuple[str, ...] = BACKENDS,
@@ -123,14 +150,9 @@ def make_plan(
     """
     where = machine.find(device)
     on_cuda = where.type == "cuda"
-    most = 1 << 20
-    options = ("heads", num_heads, 1), ("kv-heads", num_kv_heads, 1), ("tokens", tokens, 1), ("seed", seed, 0)
-    for name, value, least in options:
-        if value is not None and not least <= value <= most:
-            raise ValueError(f"--{name}: got {value}, allowed: from {least} to {most}")
-    for name, sizes in (("lengths", lengths), ("head-dims", head_dims)):
-        if sizes and max(sizes) > most:
-            raise ValueError(f"--{name}: got {max(sizes)}, allowed: up to {most}")
+    check_range({"heads": num_heads, "kv-heads": num_kv_heads, "tokens": tokens})
+    check_range({"seed": seed}, least=0)
+    check_range({"lengths": max(lengths or (1,)), "head-dims": max(head_dims or (1,))})
     plan = Plan(
         backends=backends,
         lengths=lengths or ((512, 1024, 4096, 16384, 32768) if on_cuda else (256, 512)),

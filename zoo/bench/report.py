@@ -4,11 +4,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
+from zoo.bench import tables
 from zoo.bench.plan import BACKENDS
 
 __all__ = ["markdown", "outcome", "plot", "table"]
@@ -75,37 +74,21 @@ def _times(row: Row, best: list[float | None], bold: str) -> str:
 
 def table(results: dict[str, Any], width: int) -> Group:
     """For the terminal: one table, or several below each other where ``width`` characters do not hold all backends."""
-    lines, heads = _lines(results, "[bold]{}[/bold]"), [*_HEADS, *_backends(results)]
-    first, tables = len(_HEADS), []
-    for count in range(len(heads) - first, 0, -1):
-        starts = range(first, len(heads), count)
-        tables = [_table([(*line[:first], *line[at : at + count]) for line in (heads, *lines)]) for at in starts]
-        if all(Console(width=10_000).measure(part).maximum <= width for part in tables):
-            break
-    ranking = (_table(_ranking(results)), Text(_RANKING)) if results["ranking"] else ()
-    return Group(Text(_title(results)), *tables, Text(_CAPTION), *ranking)
-
-
-def _table(lines: list[tuple[str, ...]]) -> Table:
-    result = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in lines[0]:
-        result.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name != _LEFT[-1])
-    for line in lines[1:]:
-        result.add_row(*line)
-    return result
+    lines = [[*_HEADS, *_backends(results)], *_lines(results, "[bold]{}[/bold]")]
+    parts = tables.fitted(lines, len(_HEADS), width, left=_LEFT)
+    ranking = ()
+    if results["ranking"]:
+        ranking = (tables.table(_ranking(results), left=_LEFT, wrapped=_LEFT[-1:]), Text(_RANKING))
+    return Group(Text(_title(results)), *parts, Text(_CAPTION), *ranking)
 
 
 def markdown(results: dict[str, Any]) -> str:
     """A Markdown table, with what it was measured on."""
-    heads = [*_HEADS, *_backends(results)]
-    rule = ["---" if head in _LEFT else "---:" for head in heads]
-    lines = "\n".join(f"| {' | '.join(line)} |" for line in (heads, rule, *_lines(results, "**{}**")))
-    text = f"{_title(results)}:\n\n{lines}\n\n{_CAPTION}\n"
+    lines = [[*_HEADS, *_backends(results)], *_lines(results, "**{}**")]
+    text = f"{_title(results)}:\n\n{tables.markdown_table(lines, left=_LEFT)}\n\n{_CAPTION}\n"
     if not results["ranking"]:
         return text
-    heads, *ranked = _ranking(results)
-    ranking = "\n".join(f"| {' | '.join(line)} |" for line in (heads, ("---:", "---", "---:", "---"), *ranked))
-    return f"{text}\n{ranking}\n\n{_RANKING}\n"
+    return f"{text}\n{tables.markdown_table(_ranking(results), left=_LEFT)}\n\n{_RANKING}\n"
 
 
 def _ranking(results: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -154,7 +137,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         line[0].set_ylim(bottom=0)
     for axes in panels[-1]:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else f"{n}" for n in lengths])
+        axes.set_xticks(lengths, [tables.short(length) for length in lengths])
         axes.minorticks_off()
         axes.set_xlabel("T, tokens in a sequence")
     figure.supylabel("TFLOP/s of forward and backward, over the visible pairs", fontsize=10)

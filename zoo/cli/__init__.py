@@ -23,6 +23,7 @@ app.command("list")(look.list_command)
 app.command()(look.show)
 app.command()(generate.generate)
 app.command()(compare.compare)
+app.command()(compare.report)
 app.add_typer(bench.app, name="bench")
 
 

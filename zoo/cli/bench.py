@@ -1,7 +1,7 @@
 """``zoo bench``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -85,7 +85,88 @@ def attention(
     sizes = "-".join(map(str, plan.head_dims))
     name = f"attention_{slug(plan.device)}_{str(plan.dtype).removeprefix('torch.')}_d{sizes}"
     files = (out / f"{name}.json", out / f"{name}.md", out / f"{name}.png")
-    results = run_and_report(plan, run_plan, report, report.outcome, files)
+    _end(run_and_report(plan, run_plan, report, report.outcome, files))
+
+
+@app.command()
+def kernels(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAMES]...",
+            help="chunk_delta_rule, recurrent_delta_rule, deltaformer_write, deltaformer_write_read, attention, "
+            "attention_window, short_convolution, read_cache, row_linear, delta_step. Default: all.",
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Sequence lengths, e.g. 512,2k; slots of a cache. Default: 64,256 on a CPU, 512,2k,8k,32k on CUDA."
+        ),
+    ] = None,
+    head_dims: Annotated[
+        str | None, typer.Option(help="Sizes of a head, e.g. 64,128. Default: 32 on a CPU, 64,128 on CUDA.")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Numbers of heads, e.g. 8,16. Default: 2 on a CPU, 16 on CUDA.")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="Visible keys of attention_window; sequences that are no longer are left out there. "
+            "Default: 32 on a CPU, 1024 on CUDA."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a call, rounded down to whole sequences but at least one. "
+            "Default: 256 on a CPU, 16384 on CUDA."
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for kernels_DEVICE_DTYPE_HEADS.json, .md and .png, say kernels_h200_bfloat16_d64-128.json."
+        ),
+    ] = Path("results/bench"),
+    seed: Annotated[int, typer.Option(help="Of the tensors' values.")] = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Measure this library's kernels beside their references, their peers, and the floor that the hardware sets.
+
+    Forward, and forward and backward. The floor is the bytes that must move over the bandwidth of a copy, or the FLOPs
+    over the rate of a matrix product, whichever is more; both rates are measured first.
+    What cannot serve a call is skipped, and the results say why; so is the reference where it would take too long.
+    The exit status is 1 if one fails, or if its outputs or gradients are far from the reference.
+    Shows tables, writes JSON, Markdown and a plot, and prints one JSON object as the last line.
+    """
+    from zoo.bench.kernels import report
+    from zoo.bench.kernels.measure import run_plan
+    from zoo.bench.kernels.plan import make_plan
+    from zoo.bench.kernels.table import KERNELS
+    from zoo.machine import slug
+
+    plan = make_plan(
+        kernels=choices("NAMES", ",".join(names or KERNELS), KERNELS),
+        lengths=numbers("--lengths", lengths, "numbers of tokens, such as 512,2k"),
+        head_dims=numbers("--head-dims", head_dims, "numbers of channels, such as 64,128"),
+        heads=numbers("--heads", heads, "numbers of heads, such as 8,16"),
+        window=window,
+        tokens=tokens,
+        seed=seed,
+        device=device,
+        dtype=read_dtype(dtype),
+    )
+    sizes = "-".join(map(str, plan.head_dims))
+    name = f"kernels_{slug(plan.device)}_{str(plan.dtype).removeprefix('torch.')}_d{sizes}"
+    files = (out / f"{name}.json", out / f"{name}.md", out / f"{name}.png")
+    _end(run_and_report(plan, run_plan, report, report.outcome, files))
+
+
+def _end(results: dict[str, Any]) -> None:
+    """Exit status 1 if a row failed or is wrong."""
     if any("error" in row or row.get("correct") is False for row in results["rows"]):
         raise typer.Exit(1)
 

@@ -1,13 +1,22 @@
-"""``zoo compare``."""
+"""``zoo compare`` and ``zoo report``."""
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from zoo.cli.options import Device, Dtype, choices, numbers
-from zoo.cli.options import dtype as read_dtype
-from zoo.cli.running import run_and_report
+from zoo.cli.options import DTYPES, Device, choices, numbers
+from zoo.cli.running import Announce, Keep, console, measure_and_report
+from zoo.files import require_writable
+
+__all__ = ["compare", "report"]
+
+Mixed = Annotated[
+    bool,
+    typer.Option("--mixed", help="Allow results of other machines, versions, commits or settings; the report says so."),
+]
 
 
 def compare(
@@ -18,6 +27,23 @@ def compare(
             help="Recipes or paths of YAML files. Default: every recipe, tiny on a CPU, 340m on CUDA.",
         ),
     ] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE...",
+            help="Changes of every recipe, with spaces between, e.g. 'num_layers=4 layers.3.mixer=full_attention'. "
+            "Given several times, each makes one more variant of every recipe; '' is the recipe itself.",
+        ),
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(help="Of train, forward, prefill (a prompt), decode (a token of each row).")
+    ] = "train,forward",
+    compile: Annotated[
+        str,
+        typer.Option(
+            help="Of none (eager), model (one graph), block (blocks of one kind share a graph: short to compile)."
+        ),
+    ] = "none,model",
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -25,60 +51,130 @@ def compare(
             "of prefill and decode 256,1024 on a CPU, 1k,8k,32k on CUDA."
         ),
     ] = None,
-    mode: Annotated[
-        str, typer.Option(help="Of train, forward, or of prefill (a prompt), decode (a token of each row).")
-    ] = "train,forward",
-    batch: Annotated[
-        str | None,
-        typer.Option(help="Rows of prefill and decode, e.g. 1,8. Default: 1,8 on a CPU, 1,8,64 on CUDA."),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results.json, table.md and plot.png.")] = Path(
-        "results/compare"
-    ),
-    text: Annotated[
-        Path | None, typer.Option(help="Text to learn from, as bytes. Default: the Python standard library's sources.")
-    ] = None,
     tokens_per_step: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of each step, rounded down to whole sequences. Default: 2048 on a CPU, 32768 on CUDA."
+            help="Tokens of each step of train and forward, rounded down to whole sequences. "
+            "Default: 2048 on a CPU, 32768 on CUDA."
         ),
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            help="Rows, e.g. 1,8; of train and forward instead of --tokens-per-step. "
+            "Default of prefill and decode: 1,8 on a CPU, 1,8,64 on CUDA."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of float32, bfloat16, float16. Default: float32 on a CPU, bfloat16 on CUDA.")
+    ] = None,
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="Of fla (flash-linear-attention) and hf (Hugging Face transformers): their models of the same sizes "
+            "beside deltanet-*, deltaformer-* and transformer-*, in train and forward, eager and compiled."
+        ),
+    ] = "",
+    out: Annotated[
+        Path, typer.Option(help="Folder for results.json, results.csv, report.html, table.md and plots.")
+    ] = Path("results/compare"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the results in --out: measure what is missing or failed.")
+    ] = False,
+    mixed: Mixed = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Say where the time goes, by layer and kind, and keep Chrome traces. Compiles everything once more.",
+        ),
+    ] = False,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to learn from, as bytes. Default: the Python standard library's sources.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each cell.")] = 10,
     warmup: Annotated[int, typer.Option(help="Untimed steps before them.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the initialisation.")] = 0,
+    jobs: Annotated[
+        int, typer.Option(help="Graphs to compile at a time, in front of what is measured; each needs its memory.")
+    ] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a cell is given up.")] = 1800,
     device: Device = None,
-    dtype: Dtype = None,
 ) -> None:
     """Train and run several architectures on real text, eager and compiled, and compare them.
 
     Each architecture at each length makes training steps (forward, loss, backward, AdamW) and forward passes; or, to
-    decode, passes over prompts, and single tokens after as many tokens.
-    Shows a table, writes results.json, table.md and plot.png, and prints one JSON object as the last line.
+    decode, passes over prompts, and single tokens after as many tokens. Each measurement has a process of its own: one
+    that runs out of memory or crashes is one row that says so. Ctrl-C keeps what is there, and --resume goes on.
+    Shows a table, writes results.json, a page to look at and to share (report.html) and plots, and prints one JSON
+    object as the last line.
     """
-    from zoo.compare import report
-    from zoo.compare.plan import MODES, make_plan
+    from zoo.compare import report as reports
+    from zoo.compare.peers import PEERS
+    from zoo.compare.plan import COMPILES, MODES, make_plan
     from zoo.compare.run import run_plan
 
+    if jobs < 1:
+        raise ValueError(f"--jobs: got {jobs}, allowed: at least 1")
     plan = make_plan(
         sources or [],
+        overrides=tuple(override or ()),
         modes=choices("--mode", mode, MODES),
+        compiles=choices("--compile", compile, COMPILES),
+        dtypes=None if dtype is None else choices("--dtype", dtype, DTYPES),
         lengths=numbers("--lengths", lengths, "numbers of tokens, such as 512,2k"),
         batch_sizes=numbers("--batch", batch, "numbers of rows, such as 1,8"),
         tokens_per_step=tokens_per_step,
+        beside=choices("--peers", peers, PEERS) if peers else (),
         warmup=warmup,
         steps=steps,
         seed=seed,
         device=device,
-        dtype=read_dtype(dtype),
         text=text,
+        profile=profile,
+        timeout=timeout,
     )
+    kept = out / "results.json"
+    previous = _read(kept) if resume and kept.exists() else None
 
-    def outcome(row: dict[str, Any]) -> str:
-        compiled = f" (compiled in {row['compile_s']:.1f} s)" if row.get("compile_s") else ""
-        return (row.get("error") or row.get("skipped") or f"{row['tokens_per_s']:,.0f} tokens/s") + compiled
+    def run(announce: Announce, keep: Keep) -> Any:
+        return run_plan(plan, out, announce, keep, jobs=jobs, previous=previous, mixed=mixed)
 
-    files = (out / "results.json", out / "table.md", out / "plot.png")
-    results = run_and_report(plan, run_plan, report, outcome, files)
-    if any("error" in row for row in results["rows"]):
-        raise typer.Exit(1)
+    write = partial(reports.write, folder=out)
+    measure_and_report(run, kept, outcome=reports.outcome, table=reports.table, write=write)
+
+
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="RESULTS.json", help="What zoo compare wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("results/report"),
+    mixed: Mixed = False,
+) -> None:
+    """Make the table, page and plots again from results, of one run or of several together."""
+    from zoo.compare import report as reports
+    from zoo.compare.merge import merge
+
+    results = merge([_read(file) for file in files], mixed=mixed)
+    try:
+        require_writable(out)
+    except OSError as error:
+        raise ValueError(f"--out: cannot write to {out}: {error.strerror or error}") from None
+    terminal = console()
+    written = reports.write(results, out)
+    terminal.print(reports.table(results, terminal.width))
+    print("  ".join(map(str, written)))
+
+
+def _read(file: Path) -> Any:
+    """Results of an earlier run.
+
+    Raises:
+        ValueError: the file holds no such thing.
+    """
+    try:
+        results = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from None
+    keys = ("machine", "settings", "complete", "rows")
+    if not isinstance(results, dict) or any(key not in results for key in keys):
+        raise ValueError(f"{file}: holds no results, allowed: what zoo compare wrote, with {', '.join(keys)}")
+    return results

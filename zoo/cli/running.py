@@ -1,12 +1,13 @@
 """Measuring with progress, tables and files."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+import typer
+from rich.console import Console, RenderableType
 from rich.markup import escape
 
 from zoo.files import require_writable, write_whole
@@ -14,49 +15,104 @@ from zoo.files import require_writable, write_whole
 if TYPE_CHECKING:
     from zoo.results import Results, Row
 
-__all__ = ["console", "run_and_report"]
+__all__ = ["Announce", "Keep", "Run", "console", "measure_and_report"]
+
+Announce = Callable[[str], None]
+Keep = Callable[["Results"], None]
+Run = Callable[[Announce, Keep], "Results"]
 
 
-def run_and_report(
-    plan: Any,
-    run_plan: Callable[..., "Results"],
-    report: ModuleType,
+def measure_and_report(
+    run: Run,
+    kept: Path,
+    *,
     outcome: Callable[["Row"], str],
-    files: tuple[Path, Path, Path],
-) -> "Results":
-    """Measure with progress on stderr; table and JSON on stdout; JSON, Markdown and a plot as files of one folder."""
-    kept, table, plot = files
+    table: Callable[["Results", int], RenderableType],
+    write: Callable[["Results"], list[Path]],
+    failed: Callable[["Row"], bool] = lambda row: "error" in row,
+) -> None:
+    """Measure with progress on stderr; then a table and the JSON on stdout, and files.
+
+    Where there is no room to keep the results so far, measuring goes on, and they are kept the next time.
+
+    Args:
+        run: measures; it is given what shows a line, and what keeps the results so far.
+        kept: the file that they are kept in as JSON.
+        outcome: what became of a row, in a line.
+        table: for the terminal, so many characters wide.
+        write: makes the other files beside it.
+        failed: whether a row lets the command fail.
+
+    Raises:
+        Exit: with status 130 after Ctrl-C, and 1 if a row failed or a file could not be written.
+    """
     try:
         require_writable(kept.parent)
     except OSError as error:
         raise ValueError(f"--out: cannot write to {kept.parent}: {error.strerror or error}") from None
-    progress, cells = console(stderr=True), plan.cells()
+    progress = console(stderr=True)
+    unwritten: list[str] = []
+    shown: list[int] = []
+
+    def keep(results: "Results") -> None:
+        unwritten.clear()
+        try:
+            write_whole(kept, lambda path: path.write_text(json.dumps(results, indent=1) + "\n"))
+        except OSError as error:
+            unwritten.append(f"cannot write {kept}: {error.strerror or error}")
+            progress.print(unwritten[0], highlight=False, markup=False)
+        rows = results["rows"]
+        if len(rows) not in shown:  # the last time, it is no new row
+            shown.append(len(rows))
+            progress.print(f"  {outcome(rows[-1])}", highlight=False, markup=False)
+
     with progress.status("") as status:
 
-        def announce(number: int, cell: object) -> None:
-            line = f"[{number}/{len(cells)}] {cell}"
+        def announce(line: str) -> None:
             status.update(escape(line))
-            if not progress.is_terminal:
-                progress.print(line, highlight=False, markup=False)
+            progress.print(line, highlight=False, markup=False)
 
-        def keep(results: "Results") -> None:
-            write_whole(kept, lambda path: path.write_text(json.dumps(results, indent=1) + "\n"))
-            if results["complete"]:
-                return
-            rows = results["rows"]
-            progress.print(f"  {cells[len(rows) - 1]}: {outcome(rows[-1])}", highlight=False, markup=False)
-
-        for stale in (table, plot):
-            stale.unlink(missing_ok=True)
-        results = run_plan(plan, announce, keep)
+        results = run(announce, keep)
         status.update("plotting")
-        write_whole(table, lambda path: path.write_text(report.markdown(results)))
-        write_whole(plot, lambda path: report.plot(results, path))
-    shown = console()
-    shown.print(report.table(results, shown.width))
+        files = [kept]
+        try:
+            files += write(results)
+        except OSError as error:
+            unwritten.append(f"cannot write the report: {error.strerror or error}")
+    terminal = console()
+    terminal.print(table(results, terminal.width))
     print("  ".join(map(str, files)))
     print(json.dumps(results))
-    return results
+    for line in unwritten:
+        print(f"zoo: error: {line}", file=sys.stderr)
+    if not results["complete"]:
+        print(f"zoo: stopped, {results['missing']} measurements are missing", file=sys.stderr)
+        raise typer.Exit(130)
+    if unwritten or any(failed(row) for row in results["rows"]):
+        raise typer.Exit(1)
+
+
+def run_and_report(plan, run_plan, report, outcome, files):
+    """TEMPORARY."""
+    kept, table, plot = files
+
+    def run(announce, keep):
+        cells = plan.cells()
+        return run_plan(plan, lambda number, cell: announce(f"[{number}/{len(cells)}] {cell}"), keep)
+
+    def write(results):
+        write_whole(table, lambda path: path.write_text(report.markdown(results)))
+        write_whole(plot, lambda path: report.plot(results, path))
+        return [table, plot]
+
+    found = []
+
+    def ran(announce, keep):
+        found.append(run(announce, keep))
+        return found[0]
+
+    measure_and_report(ran, kept, outcome=outcome, table=report.table, write=write, failed=lambda row: False)
+    return found[0]
 
 
 def console(*, stderr: bool = False) -> Console:

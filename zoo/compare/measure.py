@@ -1,10 +1,14 @@
-"""Measuring one architecture: time, memory, compilation, in one mode.
+"""Measuring one cell: time, memory, compilation. It expects a process of its own.
 
 Shapes: B batch, T sequence length.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import cycle, islice
+from math import ceil
+from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
@@ -14,139 +18,192 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from zoo.builder import construct
+from zoo.compare import peers
 from zoo.compare.plan import DECODING, Cell, Plan
+from zoo.compilation import compile
 from zoo.decoding import Decoder
-from zoo.memory import peak_cpu_bytes, total_bytes
-from zoo.text import batches
+from zoo.hardware import peak_flops
+from zoo.memory import give_back, peak_cpu_bytes, total_bytes
+from zoo.results import Row
+from zoo.text import batches, read_bytes
+from zoo.timing import matmul_rate
 
-__all__ = ["Runner"]
+__all__ = ["compile_ahead", "dtype_of", "matmul_flops", "measure", "profile"]
 
 _LEARNING_RATE = 1e-3
+_SHORTEST = 0.01  # seconds of what is timed; of shorter steps several are timed together
+_MOST_TOGETHER = 100
 
 Step = Callable[[], Tensor | None]
 
 
-class Runner:
-    """Runs the cells of one recipe, mode and compilation on one model, so that lengths can share a graph.
+def measure(plan: Plan, cell: Cell) -> Row:
+    """The figures of a cell.
+
+    Returns:
+        Times are medians over the steps, or over means of several of them, where one is short. ``peak_bytes`` counts
+        tensors: parameters, optimiser state and activations; ``state_bytes`` the state of decoding of all rows. Where
+        that alone is more than there is memory for, the row has that as "skipped" instead.
+    """
+    state_bytes = (
+        None if cell.peer else cell.batch_size * plan.config(cell).state_bytes(cell.length, dtype_of(cell.dtype))
+    )
+    if cell.mode in DECODING and state_bytes and state_bytes > (total := total_bytes(plan.device)):
+        return {"skipped": f"a state of {state_bytes:,} bytes does not fit into memory of {total:,}"}
+    subject = _Subject(plan, cell)
+    step = subject.step(cell)
+    first, loss = _time(step, plan.device)
+    second = first
+    for _ in range(plan.warmup - 1):
+        second, loss = _time(step, plan.device)
+    together = min(_MOST_TOGETHER, ceil(_SHORTEST / second))
+    seconds = []
+    for _ in range(plan.steps):
+        time, loss = _time(step, plan.device, together)
+        seconds.append(time)
+    typical = median(seconds)
+    low, *_, high = quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 2
+    tokens = cell.batch_size * (1 if cell.mode == "decode" else cell.length)
+    return {
+        "tokens_per_s": tokens / typical,
+        "tokens_per_s_p20": tokens / high,
+        "tokens_per_s_p80": tokens / low,
+        "step_ms": typical * 1e3,
+        **_utilisation(plan, cell, tokens / typical),
+        "peak_bytes": subject.peak_bytes(step),
+        "state_bytes": state_bytes,
+        "first_step_s": first,
+        "compile_s": None if cell.compile == "none" else max(first - typical, 0.0),
+        "graphs": None if cell.compile == "none" else counters["stats"]["unique_graphs"],
+        "graph_breaks": None if cell.compile == "none" else sum(counters["graph_break"].values()),
+        "params": sum(parameter.numel() for parameter in subject.model.parameters()),
+        "loss": None if loss is None else loss.item(),
+    }
+
+
+def compile_ahead(plan: Plan, cells: Sequence[Cell]) -> Row:
+    """Compile what the cells of a group need, with caches that are empty: for each its first step, and a second.
+
+    Returns:
+        The seconds that all first steps took longer than the second ones, all graphs and breaks, and how many graphs
+        came after those of the first cell.
+    """
+    counters.clear()
+    subject = _Subject(plan, cells[0])
+    seconds, graphs = 0.0, []
+    for cell in cells:
+        step = subject.step(cell)
+        (first, _), (second, _) = (_time(step, plan.device) for _ in range(2))
+        seconds += max(first - second, 0.0)
+        graphs.append(counters["stats"]["unique_graphs"])
+        del step
+        give_back(plan.device)
+    return {
+        "compile_cold_s": seconds,
+        "graphs": graphs[-1],
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "recompilations": graphs[-1] - graphs[0],
+    }
+
+
+def profile(plan: Plan, cell: Cell, trace: Path) -> Row:
+    """Where the time of the cell's steps goes; see `profile_step`. What is compiled is compiled anew.
 
     Args:
         plan: the comparison.
-        cell: any of those cells.
+        cell: of it.
+        trace: where a Chrome trace goes.
+    """
+    from zoo.profiling import profile_step, provenance  # few need it
+
+    with provenance():
+        subject = _Subject(plan, cell)
+        step = subject.step(cell)
+        for _ in range(plan.warmup):
+            step()
+        return profile_step(step, subject.model, plan.device, trace)
+
+
+def matmul_flops(plan: Plan) -> float:
+    """What a large product reaches on the plan's device, in its first dtype."""
+    with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+        return matmul_rate(plan.device, dtype_of(plan.dtypes[0]))
+
+
+class _Subject:
+    """The model of a cell's group, and what a step of it is.
+
+    Args:
+        plan: the comparison.
+        cell: any of the group.
     """
 
     def __init__(self, plan: Plan, cell: Cell) -> None:
-        self.plan = plan
-        torch.compiler.reset()
-        counters.clear()
-        self.model = construct(plan.configs[cell.recipe], plan.device, plan.dtype, plan.seed)
-        self.initial = {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
-        self.call: Callable[..., Tensor] = self.model
-        if cell.compiled:
-            self.call = torch.compile(self.model, dynamic=True if len(plan.lengths) > 1 else None)
+        self.plan, config = plan, plan.config(cell)
+        self.state = self.optimizer = None
+        self.model: Any
+        if cell.peer is None:
+            self.model = construct(config, plan.device, dtype_of(cell.dtype), plan.seed)
+            self.call = self.model
+            if cell.compile == "block" or (cell.compile == "model" and cell.mode != "decode"):  # of which see `Decoder`
+                self.call = compile(self.model, cell.compile, dynamic=plan.dynamic(cell), fullgraph=False)
+        else:
+            torch.manual_seed(plan.seed)
+            with plan.device:
+                self.model = peers.make(cell.peer, config).to(dtype_of(cell.dtype))
+            self.call = self.model if cell.compile == "none" else torch.compile(self.model, dynamic=plan.dynamic(cell))
 
-    def run(self, cell: Cell) -> dict[str, Any]:
-        """Measure.
-
-        Returns:
-            One row of the results: see `Plan` for the settings, and the keys below for the figures. Times are
-            medians over the steps; ``peak_bytes`` counts tensors: parameters, optimiser state and activations. Where
-            the state of decoding alone is more than there is memory for, the row has that as "skipped" instead.
-        """
-        plan, config = self.plan, self.plan.configs[cell.recipe]
-        decodes = cell.mode in DECODING
-        state_bytes = cell.batch_size * config.state_bytes(cell.length, plan.dtype) if decodes else 0
-        self.state = None
-        if state_bytes > (total := total_bytes(plan.device)):
-            return {"skipped": f"a state of {state_bytes:,} bytes does not fit into memory of {total:,}"}
-        step = self._decoding_step(cell) if decodes else self._step(cell)
-        first, _ = self._time(step)
-        for _ in range(plan.warmup - 1):
-            step()
-        timed = [self._time(step) for _ in range(plan.steps)]
-        seconds = [time for time, _ in timed]
-        typical = median(seconds)
-        low, *_, high = quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 2
-        tokens = cell.batch_size * (1 if cell.mode == "decode" else cell.length)
-        flops = config.flops_per_token(cell.length) * (3 if cell.mode == "train" else 1)
-        return {
-            "tokens_per_s": tokens / typical,
-            "tokens_per_s_p20": tokens / high,
-            "tokens_per_s_p80": tokens / low,
-            "step_ms": typical * 1e3,
-            "peak_bytes": self._peak_bytes(step),
-            "compile_s": max(first - typical, 0.0) if cell.compiled else None,
-            "graphs": counters["stats"]["unique_graphs"] if cell.compiled else None,
-            "graph_breaks": sum(counters["graph_break"].values()) if cell.compiled else None,
-            "params": sum(parameter.numel() for parameter in self.model.parameters()),
-            "flops_per_token": None if cell.mode == "decode" else flops,
-            "loss": timed[-1][1],
-        } | ({"state_bytes": state_bytes} if decodes else {})
-
-    def _decoding_step(self, cell: Cell) -> Step:
-        """A prefill, or one token of each row with ``length - 1`` tokens before it; what these are does not matter."""
-        generator = torch.Generator(self.plan.device).manual_seed(self.plan.seed)
-        shape = cell.batch_size, 1 if cell.mode == "decode" else cell.length
-        tokens = torch.randint(self.model.vocab_size, shape, generator=generator, device=self.plan.device)
+    def step(self, cell: Cell) -> Step:
+        """One step as a call."""
+        if cell.mode == "decode":
+            return self._decode(cell)
         if cell.mode == "prefill":
+            tokens = self._random_tokens(cell, cell.length)
+            return partial(self._prefill, tokens)
+        needed = self.plan.warmup + self.plan.steps
+        data = batches(read_bytes(self.plan.text), cell.batch_size, cell.length)
+        ready = cycle([tuple(part.to(self.plan.device) for part in batch) for batch in islice(data, needed)])
+        if cell.mode == "forward":
+            return partial(self._forward, ready)
+        self.optimizer = self.optimizer or torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, fused=True)
+        return partial(self._train, ready, self.optimizer)
 
-            def prefill() -> None:
-                self.call(tokens, max_length=cell.length, last=True)
+    def _train(self, ready: Iterator[tuple[Tensor, ...]], optimizer: torch.optim.Optimizer) -> Tensor:
+        tokens, labels = next(ready)
+        loss = self.call(tokens, labels=labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
 
-            return prefill
-        counters.clear()  # each batch and length has a graph of its own
-        state = self.model.init_state(cell.batch_size, cell.length)
+    def _forward(self, ready: Iterator[tuple[Tensor, ...]]) -> None:
+        with torch.no_grad():
+            self.call(next(ready)[0])
+
+    def _prefill(self, tokens: Tensor) -> None:
+        self.call(tokens, max_length=tokens.shape[1], last=True)
+
+    def _decode(self, cell: Cell) -> Step:
+        """One token of each row with ``length - 1`` tokens before it; what these are does not matter."""
+        tokens = self._random_tokens(cell, 1)[:, 0]
+        self.state = state = self.model.init_state(cell.batch_size, cell.length)
+        generator = torch.Generator(self.plan.device).manual_seed(self.plan.seed)
         for tensor in state["layers"].values(True, True):
             tensor.normal_(std=0.1, generator=generator)
-        decoder, self.state = Decoder(self.model, state, compile=cell.compiled), state
+        decoder = Decoder(self.model, state, compile=cell.compile == "model")
 
         def decode() -> None:
             decoder.pretend(cell.length - 1)
-            decoder(tokens[:, 0])
+            decoder(tokens)
 
         return decode
 
-    def _step(self, cell: Cell) -> Step:
-        """One step as a call; training starts from the initial weights again."""
-        ready = self._on_device(batches(self.plan.text, cell.batch_size, cell.length))
-        if cell.mode == "forward":
+    def _random_tokens(self, cell: Cell, length: int) -> Tensor:
+        generator = torch.Generator(self.plan.device).manual_seed(self.plan.seed)
+        shape = cell.batch_size, length
+        return torch.randint(self.model.vocab_size, shape, generator=generator, device=self.plan.device)
 
-            def forward() -> None:
-                with torch.no_grad():
-                    self.call(next(ready)[0])
-
-            return forward
-        self.model.load_state_dict(self.initial)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, fused=True)
-
-        def train() -> Tensor:
-            tokens, labels = next(ready)
-            loss = self.call(tokens, labels=labels)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            return loss.detach()
-
-        return train
-
-    def _on_device(self, data: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches that are there already when a step is timed."""
-        needed = self.plan.warmup + self.plan.steps + 2
-        ready = [tuple(part.to(self.plan.device) for part in batch) for batch in islice(data, needed)]
-        return iter(ready)  # pyright: ignore[reportReturnType]
-
-    def _time(self, step: Step) -> tuple[float, float | None]:
-        """Seconds of one step, and its loss."""
-        self._synchronize()
-        start = perf_counter()
-        loss = step()
-        self._synchronize()
-        return perf_counter() - start, None if loss is None else loss.item()
-
-    def _synchronize(self) -> None:
-        if self.plan.device.type == "cuda":
-            torch.cuda.synchronize(self.plan.device)
-
-    def _peak_bytes(self, step: Step) -> int:
+    def peak_bytes(self, step: Step) -> int:
         """The most bytes that tensors take during a step."""
         if self.plan.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.plan.device)
@@ -156,10 +213,49 @@ class Runner:
 
     def _lasting_bytes(self) -> int:
         """Parameters, optimiser state and the state of decoding, which live across steps."""
-        tensors: list[Tensor] = list(self.model.parameters())
+        tensors: list[Any] = list(self.model.parameters())
         if self.state is not None:
-            tensors += [value for value in self.state.values(True, True) if isinstance(value, Tensor)]
-        if hasattr(self, "optimizer"):
-            states = self.optimizer.state.values()
-            tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        return sum(tensor.nbytes for tensor in tensors)
+            tensors += self.state.values(True, True)
+        if self.optimizer is not None:
+            tensors += [value for state in self.optimizer.state.values() for value in state.values()]
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a cell names."""
+    return getattr(torch, name)
+
+
+def _time(step: Step, device: torch.device, count: int = 1) -> tuple[float, Tensor | None]:
+    """Seconds of one of so many steps, and the last one's loss."""
+    _synchronize(device)
+    start, loss = perf_counter(), None
+    for _ in range(count):
+        loss = step()
+    _synchronize(device)
+    return (perf_counter() - start) / count, loss
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _utilisation(plan: Plan, cell: Cell, tokens_per_s: float) -> Row:
+    """FLOPs of a token by the mixers' own counts, and the share of the device's peak that they make.
+
+    Raises:
+        RuntimeError: more than the peak, so that one of the two is wrong.
+    """
+    if cell.mode == "decode":
+        return {"flops_per_token": None, "mfu": None}
+    flops = plan.config(cell).flops_per_token(cell.length) * (3 if cell.mode == "train" else 1)
+    if cell.mode == "prefill":  # the head works on one token of each row
+        flops -= 2 * plan.config(cell).dim * plan.config(cell).vocab_size * (1 - 1 / cell.length)
+    peak = peak_flops(plan.device, dtype_of(cell.dtype))
+    mfu = None if peak is None else flops * tokens_per_s / peak
+    if mfu is not None and mfu > 1:
+        raise RuntimeError(
+            f"{flops:,.0f} FLOPs a token would be {mfu:.0%} of the peak of this GPU: one of them is wrong"
+        )
+    return {"flops_per_token": flops, "mfu": mfu}

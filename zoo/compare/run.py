@@ -1,56 +1,183 @@
-"""Running a plan: every cell measured, results kept as they come."""
+"""Running a plan: every cell measured in a process of its own, results kept as they come."""
 
-import warnings
+import re
+import shutil
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from contextlib import ExitStack
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any
 
-from torch._inductor import config as inductor_config
-
-from zoo.compare.measure import Runner
+from zoo import machine
+from zoo.compare import measure, peers
+from zoo.compare.apart import Apart, ApartError
+from zoo.compare.merge import refuse_mixture
 from zoo.compare.plan import Cell, Plan
-from zoo.memory import give_back
-from zoo.results import Results, Row, collect
+from zoo.hardware import peak_flops
+from zoo.results import Results, Row, gather
 
 __all__ = ["run_plan"]
 
+_OF_GROUP = ("compile_cold_s", "graphs", "graph_breaks", "recompilations")
 
-def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[Results], None]) -> Results:
+
+def run_plan(
+    plan: Plan,
+    folder: Path,
+    announce: Callable[[str], None],
+    keep: Callable[[Results], None],
+    *,
+    jobs: int = 1,
+    previous: Results | None = None,
+    mixed: bool = False,
+) -> Results:
     """Measure every cell.
+
+    First all graphs of a group of cells (`Cell.group`) are compiled with empty caches, in a process that ends then;
+    each cell's process finds these caches and compiles from them.
 
     Args:
         plan: what to measure.
-        announce: told the number of each cell before it runs.
+        folder: for the compiled graphs (``compiled``), for what failing processes said (``logs``) and for ``traces``.
+        announce: told what comes next, in a line.
         keep: given all results so far after each cell, and once more when they are complete.
+        jobs: groups that compile at a time; nothing else is measured then.
+        previous: results of an interrupted run, whose cells are not measured again, unless they failed.
+        mixed: whether those may be of another machine, version, commit or setting; the results then say so.
 
     Returns:
-        See `collect`. A cell that failed has an "error" and no figures, and the others go on.
+        See `gather` and `measure`; "mixed" lists what differs. A cell that failed has an "error" and no figures, one
+        that cannot be measured has the reason as "skipped".
+
+    Raises:
+        ValueError: earlier results differ in such a way, and may not.
     """
-    settings = {
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "tokens_per_step": plan.tokens_per_step,
-        "warmup": plan.warmup,
-        "steps": plan.steps,
-        "seed": plan.seed,
-        "text_bytes": plan.text.shape[0],
-        "dynamic_shapes": len(plan.lengths) > 1,
-    }
-    # Caches off: every compile time is that of a first compilation, whatever ran before.
-    with inductor_config.patch(force_disable_caches=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
-        return collect(plan.device, settings, _rows(plan, announce), keep)
+    runner = _Runner(plan, folder, announce, jobs)
+    header = runner.header()
+    results: Results = {"machine": header, "settings": plan.settings()}
+    differences, before = refuse_mixture(previous, results, allowed=mixed)
+    done = {Cell.of_row(row): row for row in before if "error" not in row}
+    runner.done = done
+    cells = plan.cells()
+    order = {cell: place for place, cell in enumerate(dict.fromkeys([*cells, *done]))}
+    results = gather(
+        header,
+        plan.settings(),
+        runner.rows(),
+        lambda results: keep(results | {"mixed": differences}),
+        total=len(order),
+        before=done.values(),
+        conclude=lambda rows: {"rows": sorted(rows, key=lambda row: order[Cell.of_row(row)]), "mixed": differences},
+    )
+    if results["complete"]:
+        shutil.rmtree(folder / "compiled", ignore_errors=True)
+    if not any((folder / "logs").iterdir()):
+        (folder / "logs").rmdir()
+    return results
 
 
-def _rows(plan: Plan, announce: Callable[[int, Cell], None]) -> Iterator[tuple[Cell, Row]]:
-    number = 0
-    for _, group in groupby(plan.cells(), key=lambda cell: (cell.recipe, cell.mode, cell.compiled)):
-        runner = None
-        for cell in group:
-            number += 1
-            announce(number, cell)
-            try:
-                runner = runner or Runner(plan, cell)
-                row = runner.run(cell)
-            except Exception as error:  # one broken architecture must not lose the rest
-                runner, row = None, {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
-            give_back(plan.device)
-            yield cell, row
+class _Runner:
+    def __init__(self, plan: Plan, folder: Path, announce: Callable[[str], None], jobs: int) -> None:
+        self.plan, self.folder, self.announce, self.jobs = plan, folder, announce, jobs
+        self.done: dict[Cell, Row] = {}
+
+    def header(self) -> dict[str, Any]:
+        """The machine, what it can do, and the peers."""
+        plan = self.plan
+        self.announce("measuring a large matrix product")
+        try:
+            with self._apart("matmul", measure.matmul_flops, plan) as call:
+                rate = call.result(plan.timeout) / 1e12
+            call.log.unlink(missing_ok=True)
+        except ApartError:
+            rate = None
+        peak = peak_flops(plan.device, measure.dtype_of(plan.dtypes[0]))
+        return machine.describe(plan.device) | {
+            "peak_tflops": None if peak is None else peak / 1e12,
+            "matmul_tflops": rate,
+            "peers": {peer: peers.installed(peer) for peer in plan.peers},
+        }
+
+    def rows(self) -> Iterator[tuple[Cell, Row]]:
+        """What is not done yet, group by group."""
+        cells = self.plan.cells()
+        numbers = {cell: number for number, cell in enumerate(cells, 1)}
+        left = [cell for cell in cells if cell not in self.done]
+        groups = [list(group) for _, group in groupby(left, key=lambda cell: cell.group)]
+        for start in range(0, len(groups), self.jobs):
+            some = groups[start : start + self.jobs]
+            evidence = self._compile(some)
+            for cell in chain.from_iterable(some):
+                self.announce(f"[{numbers[cell]}/{len(cells)}] {cell}")
+                yield cell, self._row(cell, evidence.get(cell.group, {}))
+
+    def _compile(self, groups: list[list[Cell]]) -> dict[tuple[Any, ...], Row]:
+        """Of each group that is compiled what compiling took, if it could be; an error will come again."""
+        found: dict[tuple[Any, ...], Row] = {}
+        with ExitStack() as stack:
+            running: dict[tuple[Any, ...], Apart] = {}
+            for cells in groups:
+                known = [row for cell, row in self.done.items() if cell.group == cells[0].group]
+                if any("compile_cold_s" in row for row in known):
+                    found[cells[0].group] = {key: known[0].get(key) for key in _OF_GROUP}
+                elif cells[0].compile != "none" and not self._skipped(cells[0]):
+                    self.announce(f"compiling {cells[0]}{' and other sizes' if len(cells) > 1 else ''}")
+                    shutil.rmtree(self._caches(cells[0]), ignore_errors=True)
+                    call = self._apart(_slug(cells[0], "compile"), measure.compile_ahead, self.plan, cells, of=cells[0])
+                    running[cells[0].group] = stack.enter_context(call)
+            for group, call in running.items():
+                try:
+                    found[group] = call.result(self.plan.timeout)
+                    call.log.unlink(missing_ok=True)
+                except ApartError as error:
+                    self.announce(f"  not compiled ahead: {error}")
+        return found
+
+    def _row(self, cell: Cell, evidence: Row) -> Row:
+        if reason := self._skipped(cell):
+            return {"skipped": reason}
+        name = _slug(cell)
+        try:
+            with self._apart(name, measure.measure, self.plan, cell, of=cell) as call:
+                row = call.result(self.plan.timeout)
+            if "skipped" in row:
+                return row
+            compile_s = row.pop("compile_s")
+            row |= {"compile_cold_s": compile_s, "compile_warm_s": None, "recompilations": None}
+            if evidence:
+                row |= evidence | {"compile_warm_s": compile_s}
+            if self.plan.profile:
+                trace = self.folder / "traces" / f"{name}.json.gz"
+                trace.parent.mkdir(exist_ok=True)
+                with self._apart(name, measure.profile, self.plan, cell, trace) as call:
+                    row["profile"] = call.result(self.plan.timeout)
+        except ApartError as error:
+            return {"error": f"{error} (logs/{name}.txt)"}
+        call.log.unlink(missing_ok=True)
+        return row
+
+    def _skipped(self, cell: Cell) -> str | None:
+        if cell.peer is None or peers.installed(cell.peer):
+            return None
+        return f"{peers.PEERS[cell.peer].package} is not installed"
+
+    def _apart(self, name: str, function: Callable[..., Any], *arguments: Any, of: Cell | None = None) -> Apart:
+        logs = self.folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        environment = {}
+        if of is not None and of.compile != "none":
+            caches = self._caches(of)
+            environment = {
+                "TORCHINDUCTOR_CACHE_DIR": f"{caches / 'inductor'}",
+                "TRITON_CACHE_DIR": f"{caches / 'triton'}",
+            }
+        return Apart(function, *arguments, log=logs / f"{name}.txt", environment=environment)
+
+    def _caches(self, cell: Cell) -> Path:
+        return (self.folder / "compiled" / re.sub(r"[^\w.-]+", "_", " ".join(map(str, cell.group)))).resolve()
+
+
+def _slug(cell: Cell, *more: str) -> str:
+    """A name for the files of a cell."""
+    parts = cell.recipe, cell.mode, cell.dtype, cell.compile, f"B{cell.batch_size}", f"T{cell.length}", *more
+    return re.sub(r"[^\w.-]+", "_", " ".join(parts))

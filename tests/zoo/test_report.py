@@ -1,0 +1,358 @@
+"""What a comparison's report says, in each of its forms."""
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_cases import PEERS, RECIPES, fake, figures
+from rich.console import Console
+
+from zoo.compare import report
+from zoo.compare.report.palette import styles
+from zoo.compare.report.panels import groups, ticks
+from zoo.compare.report.rows import failures, lines, recipes
+
+Results = dict[str, Any]
+
+ODD = ("<script>alert('x')</script>", 'a|b $x_1$ & "c"', "_hidden", "模型-Ω", "long-" * 40, "[bold]not[/bold]")
+
+
+def cell(recipe: str = "deltanet-340m", compile: str = "none", **changes: Any) -> dict[str, Any]:
+    return {"recipe": recipe, "peer": None, "length": 2048, "batch_size": 16, "mode": "train", "compile": compile,
+            "dtype": "bfloat16"} | changes  # fmt: skip
+
+
+def only(rows: list[dict[str, Any]], **changes: Any) -> Results:
+    return fake() | {"rows": rows} | changes
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    place = cell(**changes)
+    return place | figures(*(place[key] for key in ("recipe", "length", "batch_size", "mode", "compile")))
+
+
+EDGES = {
+    "none": only([]),
+    "single": only([good()]),
+    "failed": only([cell(error="RuntimeError: it broke"), cell(compile="model", skipped="no room")]),
+    "bare": only([good()]) | {"machine": {}, "settings": {}},
+    "one length": fake(modes=("train",), lengths=(1000,)),
+    "odd names": only([good(recipe=name, compile=how) for name in ODD for how in ("none", "model")]),
+    "odd failures": only([cell(recipe=name, error=f"{name}: broke") for name in ODD]),
+    "two dtypes": only([good(), good(dtype="float32")]),
+    "not finite": only([good() | {"loss": float("nan"), "peak_bytes": 0}, good(length=4096)]),
+    "a gap": only([good(length=1 << n) if n != 12 else cell(length=4096, error="no") for n in range(10, 15)]),
+    "mixed": only([good()], mixed=["commit: 1a2b and 3c4d"], complete=False, missing=3),
+}
+
+
+def shown(results: Results, width: int) -> str:
+    console = Console(width=width, file=StringIO(), record=True)
+    console.print(report.table(results, width))
+    return console.export_text()
+
+
+def table_of(text: str) -> list[dict[str, str]]:
+    rows = [[part.strip() for part in line[1:-1].split(" | ")] for line in text.splitlines() if line.startswith("|")]
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
+
+
+def test_peers_stand_below_what_they_belong_to_and_are_beaten_there() -> None:
+    results = fake(modes=("train",))
+    order = recipes(results)
+    for peer in PEERS:
+        assert order[order.index(peer) - 1] == peer.partition("/")[2]
+    table = table_of(report.markdown(results))
+    assert [line["recipe"] for line in table] == order * 4
+    ratios = {line["recipe"]: line["x peer"] for line in table if line["length"] == "2048"}
+    assert ratios["deltanet-340m"] == "1.30x fla"
+    assert ratios["transformer-340m"] == "1.15x hf"
+    assert ratios["fla/deltanet-340m"] == ratios["swa-full-340m"] == "-"
+
+
+def test_a_ratio_takes_the_best_of_eager_and_compiled_on_both_sides() -> None:
+    rows = [
+        good() | {"tokens_per_s": 200.0},
+        good(compile="block") | {"tokens_per_s": 300.0},
+        good(recipe="fla/deltanet-340m", peer="fla") | {"tokens_per_s": 100.0},
+        cell(recipe="fla/deltanet-340m", peer="fla", compile="model", error="no"),
+    ]
+    (line, _) = lines(only(rows))
+    assert line.ratios == {"fla": 3.0}
+    assert line.speedup == 1.5
+    text = report.markdown(only(rows))
+    assert "| 200 ±" in text
+    assert "| **300 ±" in text
+    assert "3.00x fla" in text
+
+
+def test_a_peer_without_its_architecture_still_has_a_line() -> None:
+    (line,) = table_of(report.markdown(only([good(recipe="hf/other", peer="hf")])))
+    assert line["recipe"] == "hf/other"
+
+
+def test_markdown_of_figures() -> None:
+    line, *_ = table_of(report.markdown(fake(modes=("train",), recipes=("deltanet-340m",), lengths=(2048,))))
+    assert line["eager tok/s"] == "148,313 ±2%"
+    assert line["compiled tok/s"] == "**215,054 ±2%**"
+    assert line["blocks tok/s"] == "206,782 ±2%"
+    assert line["speedup"] == "1.45x"
+    assert line["step ms"] == "152.4"
+    assert line["MFU"] == "45.6%"
+    assert line["params"] == "374.26M"
+    assert line["compile cold s"] == "59.6"
+    assert line["compile warm s"] == "9.5"
+    assert line["loss"] == "3.466"
+    assert "batch" not in line
+    assert "dtype" not in line
+    assert "x peer" not in line
+
+
+def test_columns_without_anything_are_left_out_and_an_unknown_gpu_is_not_guessed() -> None:
+    unknown = good() | {"mfu": None, "loss": None}
+    (line,) = table_of(report.markdown(only([unknown])))
+    assert line["MFU"] == "N/A"
+    assert not {"loss", "compiled tok/s", "blocks tok/s", "speedup", "graphs", "compile cold s"} & line.keys()
+    (line,) = table_of(report.markdown(only([good(mode="decode")])))
+    assert "MFU" not in line
+    assert line["batch"] == "16"
+
+
+def test_what_failed_is_in_the_line_and_below_with_its_whole_reason() -> None:
+    reason = "RuntimeError: " + "a long reason " * 20
+    results = only([cell(error=reason), good(compile="model"), cell(compile="block", skipped="too large")])
+    (line,) = table_of(report.markdown(results))
+    assert (line["eager tok/s"], line["blocks tok/s"]) == ("failed", "skipped")
+    assert "speedup" not in line
+    text = report.markdown(results)
+    assert f"- deltanet-340m, train, length 2048, batch 16, bfloat16, eager: failed: {reason.strip()}" in text
+    assert "block-compiled: skipped: too large" in text
+    assert "too large" in shown(results, 80)
+
+
+def test_failures_stand_together_only_where_that_says_no_more_than_is_true() -> None:
+    square = [cell(length=length, compile=how, error="no") for length in (1024, 2048) for how in ("none", "model")]
+    (both,) = failures(only(square))
+    assert both == ("deltanet-340m, train, length 1024 and 2048, batch 16, bfloat16, eager and compiled", "failed: no")
+    assert len(failures(only([square[0], square[3]]))) == 2
+
+
+@pytest.mark.parametrize("width", [80, 100, 140, 300])
+def test_the_terminal_shows_what_fits_and_cuts_nothing(width: int) -> None:
+    text = shown(fake(modes=("train", "decode"), lengths=(2048, 16384)), width)
+    assert "…" not in text
+    assert "*215,054 ±2%" in text
+    assert max(map(len, text.splitlines())) <= width
+    assert ("MFLOP/tok" in text) == (width == 300)
+    assert ("in table.md" in " ".join(text.split())) == (width != 300)
+
+
+def test_the_first_lines_say_what_is_amiss() -> None:
+    results = EDGES["mixed"]
+    for text in (report.markdown(results), shown(results, 200), report.page(results)):
+        start = text[: text.index("commit: 1a2b and 3c4d")]
+        assert "148,313" not in start
+        assert "3 cells of the plan not measured" in text
+    assert report.markdown(results).startswith("**Not all of this was measured alike.")
+    assert "interrupted" in report.markdown(only([good()], complete=False))
+    assert "Not complete" not in report.markdown(fake())
+
+
+def test_csv_has_every_row_and_every_scalar() -> None:
+    results = fake()
+    rows = list(csv.DictReader(StringIO(report.csv(results))))
+    assert len(rows) == len(results["rows"])
+    columns = list(rows[0])
+    assert columns[:3] == ["recipe", "peer", "length"]
+    assert columns == list(csv.DictReader(StringIO(report.csv(EDGES["failed"]))).fieldnames or ())
+    assert {key for row in results["rows"] for key in row} - {"profile"} == set(columns)
+    first = next(row for row in rows if row["recipe"] == "deltanet-340m" and row["compile"] == "model")
+    assert float(first["tokens_per_s"]) == pytest.approx(1e6 / 4.65)
+    assert first["peer"] == first["error"] == ""
+    assert next(csv.DictReader(StringIO(report.csv(only([good() | {"extra": 7}])))))["extra"] == "7"
+
+
+def test_outcome_is_one_line() -> None:
+    assert report.outcome(cell(error="RuntimeError: it broke")) == "failed: RuntimeError: it broke"
+    assert report.outcome(cell(skipped="no room")) == "skipped: no room"
+    text = report.outcome(good(compile="model"))
+    assert re.fullmatch(r"215,054 tokens/s, [\d,]+ MiB \(compiled in 59.6 s, from the cache in 9.5 s\)", text)
+    assert "compiled" not in report.outcome(good())
+
+
+def test_title_names_device_versions_and_what_was_done() -> None:
+    both = "NVIDIA H200, torch 2.11.0+cu130, bfloat16, up to 32,768 tokens a step, medians of 10 steps"
+    assert report.title(fake()) == both
+    assert "tokens a step" not in report.title(fake(modes=("decode",)))
+    assert report.title(EDGES["bare"]).startswith("unknown device")
+
+
+def test_a_family_has_its_colour_whatever_it_is_compared_with_and_no_two_share_one() -> None:
+    everything, alone = styles(fake()), styles(fake(recipes=("deltanet-340m",)))
+    assert everything["deltanet-340m"].light == alone["deltanet-340m"].light
+    assert styles(only([good(recipe="deltanet-tiny")]))["deltanet-tiny"].light == alone["deltanet-340m"].light
+    assert len({(style.light, style.marker) for style in everything.values()}) == len(RECIPES) + len(PEERS)
+    sweep = styles(only([good(recipe=f"deltanet-340m num_layers={n}") for n in range(4)]))
+    assert len({style.light for style in sweep.values()}) == 4
+    assert everything["fla/deltanet-340m"].peer
+    assert everything["fla/deltanet-340m"].marker == everything["deltanet-340m"].marker
+
+
+def test_lines_take_the_faster_way_to_compile_and_break_where_a_cell_failed() -> None:
+    rows = [good(compile="model"), good(compile="block") | {"tokens_per_s": 1e9}]
+    (group,) = groups(only(rows), "train")
+    (series,) = group.panels[0].series
+    assert [point.row["compile"] for point in series.points] == ["block"]
+    (group,) = groups(EDGES["a gap"], "train")
+    (series,) = group.panels[0].series
+    assert [[point.length for point in piece] for piece in series.pieces] == [[1024, 2048], [8192, 16384]]
+    assert [row["length"] for row in series.failed] == [4096]
+    assert [group.name for group in groups(fake(), "decode")] == ["batch 1", "batch 8"]
+    assert [panel.title for panel in groups(fake(), "decode")[0].panels] == [
+        "tokens/s", "ms per step", "peak memory, GiB", "state of all rows, GiB",
+    ]  # fmt: skip
+
+
+def test_throughput_starts_at_zero_and_wide_ranges_are_logarithmic() -> None:
+    rates, times, *_ = groups(only([good(), good(length=4096) | {"tokens_per_s": 100.0}]), "train")[0].panels
+    assert not rates.log
+    assert times.log
+    assert ticks(0, 23, log=False) == [0, 5, 10, 15, 20]
+    assert ticks(0.9, 30, log=True) == [1, 2, 5, 10, 20]
+
+
+def test_percentiles_of_a_time_are_those_of_the_rate_turned_round() -> None:
+    row = good() | {"tokens_per_s": 100.0, "tokens_per_s_p20": 50.0, "tokens_per_s_p80": 200.0}
+    _, times, _ = groups(only([row]), "train")[0].panels
+    (point,) = times.series[0].points
+    assert (point.low, point.value, point.high) == pytest.approx((5, 10, 20))
+
+
+def words(figure: Any) -> str:
+    return "\n".join(text.get_text() for text in figure.findobj(match=lambda part: hasattr(part, "get_text")))
+
+
+def test_plots_show_every_architecture_and_name_what_failed() -> None:
+    found = report.plots(fake())
+    assert list(found) == ["train", "forward", "prefill", "decode"]
+    for figure in found.values():
+        labels = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert labels == [*recipes(fake()), "compiled", "eager"]
+    assert "deltaformer-340m, train, length 16384, batch 2, bfloat16, eager: failed" in words(found["train"])
+    bars = report.plots(fake(modes=("train",), lengths=(16384,)))["train"]
+    assert sum(text.get_text() == "failed" for text in bars.axes[0].texts) == 3
+    assert [tick.get_text() for tick in bars.axes[0].get_yticklabels()] == recipes(fake())
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_the_folder_holds_the_whole_report_and_nothing_of_an_earlier_one(
+    name: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    results = EDGES[name]
+    (tmp_path / "prefill.svg").write_text("of an earlier report")
+    (tmp_path / "mine.png").write_text("of the user")
+    paths = report.write(results, tmp_path)
+    modes = {row["mode"] for row in results["rows"]}
+    plots = [f"{mode}.{ending}" for mode in modes for ending in ("png", "svg")]
+    assert sorted(path.name for path in paths) == sorted(["table.md", "results.csv", "report.html", *plots])
+    assert {path.name for path in tmp_path.iterdir()} == {*(path.name for path in paths), "mine.png"}
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") == report.markdown(results)
+    assert all((tmp_path / f"{mode}.png").read_bytes().startswith(b"\x89PNG") for mode in modes)
+    assert shown(results, 80)
+    assert not [str(warning.message) for warning in recwarn]
+
+
+def test_the_same_results_make_the_same_files(tmp_path: Path) -> None:
+    results = fake(modes=("train",), recipes=("deltanet-340m",))
+    first = [path.read_bytes() for path in report.write(results, tmp_path)]
+    assert first == [path.read_bytes() for path in report.write(results, tmp_path)]
+
+
+class Reader(HTMLParser):
+    """Whether every element is closed in its turn; the tags, the ids, the addresses, and what the scripts hold."""
+
+    VOID = ("meta", "link", "input", "line", "polyline", "path", "circle")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.scripts: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.ids += [value or "" for key, value in attrs if key == "id"]
+        self.addresses += [value or "" for key, value in attrs if key in ("src", "href", "action", "data", "srcset")]
+        assert not [key for key, _ in attrs if key.startswith("on")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        (self.scripts if self.open and self.open[-1] == "script" else self.words).append(data)
+
+
+@pytest.mark.parametrize("name", [*EDGES, "full"])
+def test_the_page_is_well_formed_and_loads_nothing(name: str) -> None:
+    results = EDGES.get(name) or fake()
+    text = report.page(results)
+    read = Reader(text)
+    assert not read.open
+    assert len(set(read.ids)) == len(read.ids)
+    assert read.tags.count("script") == 2
+    assert not [address for address in read.addresses if re.match(r"\s*(\w+:)?//|(?!data:,$)\w+:", address)]
+    assert "@import" not in text
+    assert "url(" not in text
+    kept = json.loads(read.scripts[0])
+    finite = json.loads(json.dumps(results).replace("NaN", "null"))
+    assert kept == finite
+    said = "".join(read.words)
+    for row in results["rows"]:
+        assert row["recipe"] in said
+        assert row.get("error", "") in said
+
+
+def test_the_page_shows_where_the_time_goes() -> None:
+    text = report.page(fake(modes=("train",)))
+    assert text.count('<div class="layers">') == len(RECIPES) + len(PEERS)
+    assert "mixer 37%, mlp 31%" in text
+    assert 'href="traces/a%20model.json.gz"' in text
+    profile = {"kinds_ms": {"mixer": 1.0}, "layers_ms": [], "total_ms": 1.0, "trace": "javascript:alert(1)"}
+    assert "javascript:" not in report.page(only([good() | {"profile": profile}])).partition("application/json")[0]
+
+
+def contrast(one: str, other: str) -> float:
+    def luminance(colour: str) -> float:
+        parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+        linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_text_and_lines_stand_out_in_light_and_dark() -> None:
+    style = report.page(fake())
+    light, dark = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    for part, side in ((light, "light"), (dark, "dark")):
+        colour = dict(re.findall(r"--(\S+): (#\w{6})", part))
+        for text in ("ink", "soft", "link", "bad"):
+            assert min(contrast(colour[text], colour[back]) for back in ("paper", "card")) >= 4.5, (side, text)
+        assert contrast(colour["alarm"], colour["alarm-card"]) >= 4.5
+        for look in styles(fake()).values():
+            assert contrast(getattr(look, side), colour["paper"]) >= 2.3, look
