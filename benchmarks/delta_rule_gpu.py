@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zoo.kernels.delta_rule import recurrent_delta_rule
 from zoo.memory import peak_bytes
-from zoo.timing import call_ms
+from zoo.timing import call_ms, copy_bandwidth
 
 sys.path.insert(0, str(Path(__file__).parent))  # not there under PYTHONSAFEPATH, nor in the processes of `start`
 from delta_rule_calls import (
@@ -85,17 +85,9 @@ def measure(both: dict[str, Rule], inputs: Inputs, gradients: list[Tensor], step
     return found
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second that a large copy reads and writes."""
-    source = torch.empty(2**31, dtype=torch.uint8, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    median, *_ = call_ms(lambda: target.copy_(source))
-    return 2e3 * source.numel() / median
-
-
 def ops() -> dict[str, Any]:
     """Time and errors, forward and with the backward, at five shapes, beside the floor and FLA."""
-    both, bandwidth = chunk_rules(), copy_bandwidth()
+    both, bandwidth = chunk_rules(), copy_bandwidth(DEVICE)
     result: dict[str, Any] = {"copy_tb_per_s": rounded(bandwidth / 1e12), "shapes": []}
     show("ms, B T H D", "", *(f"{side} {kind}" for kind in ("GPU", "eager") for side in both), "floor", "speedups")
     for shape, targets in TARGETS.items():

@@ -187,6 +187,20 @@ def test_a_failure_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "| failed |" in (tmp_path / "kernels_cpu_float32_d8.md").read_text()
 
 
+def test_a_reference_that_does_not_fit_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hungry(*inputs: Tensor, impl: str, **options: Any) -> Any:
+        if impl == "reference" and inputs[0].dtype == torch.float32:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return chunk_delta_rule(*inputs, impl=impl, **options)
+
+    monkeypatch.setattr(delta_rule, "chunk_delta_rule", hungry)
+    status, results = bench(tmp_path, "chunk_delta_rule", lengths="12")
+    rows = {row["side"]: row for row in results["rows"]}
+    assert rows["reference"]["skipped"] == "the reference takes more memory than there is"
+    assert rows["torch"]["correct"]
+    assert status == 0
+
+
 def test_speedups_are_over_the_fastest_right_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     def copied(factor: float) -> Any:
         return lambda _: lambda x: (factor * x,)
@@ -205,7 +219,7 @@ def test_speedups_are_over_the_fastest_right_peer(monkeypatch: pytest.MonkeyPatc
     times = iter([9.0, 6.0, 0.1, 50.0, 2.0])
     monkeypatch.setitem(KERNELS, "copy", kernel)
     monkeypatch.setattr(
-        measure, "_time", lambda call, device: ("cpu", dict.fromkeys(("median", "p20", "p80"), next(times)))
+        measure, "_time", lambda call, device, captured: ("cpu", dict.fromkeys(("median", "p20", "p80"), next(times)))
     )
     plan = make_plan(kernels=("copy",), lengths=(4,), head_dims=(8,), device="cpu")
     *_, reference, ours = run_plan(plan, lambda number, cell: None, lambda results: None)["rows"]
@@ -370,9 +384,8 @@ def test_reports_show_times_floor_share_and_speedup(tmp_path: Path) -> None:
     assert lines[2].startswith("### chunk_delta_rule: the delta rule over sequences")
     assert lines[2].endswith("errors up to 2.0e-03")
     assert lines[4] == "| T | B | H | D | fla | reference | torch | triton | floor | share | over peer |"
-    assert lines[6] == (
-        "| 2048 | 8 | 16 | 64 | 1 / **1.5** | 1,000* / 4,000* | 2 / 8 | **0.5** / 2 | 0.25b / 1f | 50% / 50% | 2.00 / 0.50 |"
-    )
+    times = "1 / **1.5** | 1,000* / 4,000* | 2 / 8 | **0.5** / 2"
+    assert lines[6] == f"| 2048 | 8 | 16 | 64 | {times} | 0.25b / 1f | 50% / 50% | 2.00 / 0.50 |"
     assert lines[7] == "| 4096 | 1 | 16 | 64 | - | - | failed | wrong | - | - | - |"
     assert [report.outcome(row) for row in results["rows"][3:]] == [
         "forward 0.5 ms (50% of it the floor), forward and backward 2 ms (50% of it the floor)",

@@ -124,8 +124,11 @@ def _places(operations: list[fx.Node]) -> Counter[str]:
 def _place(node: fx.Node) -> str | None:
     """Of the module whose forward has the operation, or the operation that it is a gradient of."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if stack:
-        return _path(list(stack.values())[-1][0])
+    place = _path(list(stack.values())[-1][0]) if stack else MODEL
+    if place != MODEL:
+        return place
+    if node.target is torch.ops.aten.copy_.default:  # at a graph's end, to what was given to it
+        return _place(node.args[1]) if isinstance(node.args[1], fx.Node) else None
     trace = node.meta.get("stack_trace")
     if not trace or node.meta.get("is_gradient_acc"):  # made by a pass of the compiler; a sum of gradients
         return None

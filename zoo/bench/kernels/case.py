@@ -66,6 +66,8 @@ class Case:
     def results(self, call: Call, inputs: Inputs, gradient: Tensor | None) -> dict[str, Tensor]:
         """All that a call computes, of copies of the inputs."""
         inputs = self.fresh({name: x.clone() for name, x in inputs.items()})
+        if self.shape.device.type == "cuda":
+            torch.cuda.synchronize()  # a kernel may read early what it is told that nothing writes any more
         if gradient is None:
             return self.forward(call, inputs)
         return self.forward_backward(call, inputs, gradient)

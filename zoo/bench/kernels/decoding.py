@@ -134,7 +134,7 @@ DECODING = (
         work=_read_cache_work,
         sides=(
             Side("sdpa", "peer", _read_cache_sdpa),
-            Side("reference", "reference", partial(_read_cache, "reference"), REFERENCE_LENGTH),
+            Side("reference", "reference", partial(_read_cache, "reference"), REFERENCE_LENGTH, captured=False),
             Side("torch", "ours", partial(_read_cache, "torch")),
             Side("triton", "ours", partial(_read_cache, "triton")),
         ),

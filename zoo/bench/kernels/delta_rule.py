@@ -87,7 +87,7 @@ DELTA_RULE = (
         work=_chunked_work,
         sides=(
             Side("fla", "peer", _chunked_fla),
-            Side("reference", "reference", partial(_chunked, "reference"), REFERENCE_LENGTH),
+            Side("reference", "reference", partial(_chunked, "reference"), REFERENCE_LENGTH, captured=False),
             Side("torch", "ours", partial(_chunked, "torch")),
             Side("triton", "ours", partial(_chunked, "triton")),
         ),

@@ -68,7 +68,7 @@ def _work(stages: int, tensors: int, shape: Shape) -> Work:
     return Work(read=read, written=shape.tensor_bytes, flops=flops, backward_flops=5 * flops // 2)
 
 
-_LAYOUTS = {"q": "BTHD", "k": "BTHD", "v": "BTHD", "beta": "BTH"}
+_LAYOUTS = {"k": "BTHD", "v": "BTHD", "beta": "BTH"}
 
 DELTAFORMER = (
     Kernel(
@@ -79,7 +79,7 @@ DELTAFORMER = (
         outputs=("u",),
         work=partial(_work, 1, 2),
         sides=(
-            Side("reference", "reference", partial(_write, "reference"), REFERENCE_LENGTH),
+            Side("reference", "reference", partial(_write, "reference"), REFERENCE_LENGTH, captured=False),
             Side("torch", "ours", partial(_write, "torch")),
             Side("triton", "ours", partial(_write, "triton")),
         ),
@@ -91,12 +91,18 @@ DELTAFORMER = (
         name="deltaformer_write_read",
         summary="the Deltaformer's write, queries compared with keys, and its read",
         inputs=partial(_inputs, "qkv"),
-        layouts=_LAYOUTS | {"o": "BTHD"},
+        layouts=_LAYOUTS | {"q": "BTHD", "o": "BTHD"},
         outputs=("o",),
         work=partial(_work, 2, 3),
         sides=(
-            Side("fla", "peer", _write_read_fla),
-            Side("reference", "reference", partial(_write_read, "reference", "reference"), REFERENCE_LENGTH),
+            Side("fla", "peer", _write_read_fla, captured=False),
+            Side(
+                "reference",
+                "reference",
+                partial(_write_read, "reference", "reference"),
+                REFERENCE_LENGTH,
+                captured=False,
+            ),
             Side("torch", "ours", partial(_write_read, "torch", "auto")),
             Side("triton", "ours", partial(_write_read, "triton", "auto")),
         ),

@@ -135,12 +135,15 @@ class Side:
         role: "ours", the reference, or a peer: another library's, or PyTorch's own.
         make: its calls.
         longest: T up to which it is measured; None for any.
+        captured: whether a CUDA graph may hold it: it asks the device for no values, and one copy of what it keeps for
+            the backward is not too much.
     """
 
     name: str
     role: Role
     make: Make
     longest: int | None = None
+    captured: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

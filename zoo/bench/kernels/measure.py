@@ -65,10 +65,15 @@ def _rows(plan: Plan, ceilings: Ceilings, announce: Callable[[int, Cell], None])
                 row = _measure(case, side, call, ceilings, best)
             except Exception as error:  # one broken kernel must not lose the rest
                 row = failure(error)
+                if side.role == "reference" and isinstance(error, torch.OutOfMemoryError):
+                    row = {"skipped": "the reference takes more memory than there is"}
             call = None
-            torch.compiler.reset()  # each cell has graphs of its own, as many as there are cells
-            give_back(plan.device)
+            if plan.device.type == "cuda":
+                give_back(plan.device)
             yield cell, row
+        case = None
+        torch.compiler.reset()  # each shape has graphs of its own, as many as there are shapes
+        give_back(plan.device)
 
 
 def _prepare(side: Side, plan: Plan, cell: Cell) -> Call:
@@ -103,7 +108,7 @@ def _measure(case: Case, side: Side, call: Call, ceilings: Ceilings, best: dict[
     }
     work = case.kernel.work(case.shape)
     for step in STEPS if case.kernel.has_backward else STEPS[:1]:
-        method, marks = _time(_timed(case, call, step), case.shape.device)
+        method, marks = _time(_timed(case, call, step), case.shape.device, captured=side.captured)
         floor, bound = ceilings.floor(*work.of(step))
         median = marks["median"]
         assert median, "a call takes time"
@@ -136,11 +141,9 @@ def _timed(case: Case, call: Call, step: Step) -> Callable[[], Any]:
     return once
 
 
-def _time(call: Callable[[], Any], device: torch.device) -> tuple[str, dict[str, float | None]]:
+def _time(call: Callable[[], Any], device: torch.device, *, captured: bool) -> tuple[str, dict[str, float | None]]:
     """How it was measured, and the quantiles: on CUDA of the replays of a graph, if it can be captured."""
     if device.type != "cuda":
         return "cpu", milliseconds(call, device)
-    marks = graph_ms(call, rep=20)
-    if marks is None:  # it asks the device for values
-        return "calls", spread(call_ms(call))
-    return "cuda_graph", spread(marks)
+    marks = graph_ms(call, rep=20) if captured else None
+    return ("calls", spread(call_ms(call))) if marks is None else ("cuda_graph", spread(marks))

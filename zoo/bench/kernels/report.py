@@ -181,9 +181,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
             axes.set_title(f"{name}, H {num_heads}, D {head_dim}\n{_NAMES[step]}", loc="left", fontsize=9)
             found, labels = axes.get_legend_handles_labels()
             handles |= dict(zip(labels, found, strict=True))
-    figure.supylabel("milliseconds", fontsize=10)
-    figure.supxlabel("T, tokens in a sequence", fontsize=10)
-    figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=6, frameon=False)
+    figure.supylabel("milliseconds, over T, tokens in a sequence", fontsize=10)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, frameon=False)
     figure.suptitle(_title(results), x=0.01, ha="left", fontsize=10)
     figure.savefig(path, dpi=90)
 

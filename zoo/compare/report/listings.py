@@ -102,7 +102,7 @@ def _row(row: Row, cells: dict[str, Cell], heads: list[str], index: int) -> str:
     parts = [_cell(name, *cells[name]) for name in shown]
     if failed:
         parts.append(f'<td class="reason bad" colspan="{len(heads) - 1 - len(shown)}">{escape(outcome(row))}</td>')
-    name = row["recipe"]
+    name = escape(row["recipe"], quote=True)
     classes = f"s{index} row-{row['mode']} row-{row['compile']}"
     head = f'<th scope="row" data-value="{name}">{name}</th>'
     return f'<tr class="{classes}"{" data-failed" if failed else ""}>{head}{"".join(parts)}</tr>'
