@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
 
 from zoo.files import require_file, write_whole
 from zoo.model import LanguageModel
@@ -42,12 +44,15 @@ def compile(
     """
     if scope not in SCOPES:
         raise ValueError(f"scope: got {scope!r}, allowed: {', '.join(SCOPES)}")
+    # Dynamo traces the cross-entropy's backward into the graph, so that it is part of what a cached one is known by.
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
     if scope == "model":
         return torch.compile(model, fullgraph=fullgraph, dynamic=dynamic)
     parts = [*model.blocks, model.norm, model.chunk_gradients]
     kinds = len(set(model.config.layers)) + 2
-    dynamo: Any = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 8 * kinds)  # Dynamo counts the graphs of all modules together
+    dynamo_config.recompile_limit = max(
+        dynamo_config.recompile_limit, 8 * kinds
+    )  # of all blocks
     for part in parts:
         part.compile(fullgraph=fullgraph, dynamic=dynamic)
     return model

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-__all__ = ["Results", "Row", "collect", "gather"]
+__all__ = ["Results", "Row", "collect"]
 
 Results = dict[str, Any]
 Row = dict[str, Any]
 
 
-def gather(
+def collect(
     machine: dict[str, Any],
     settings: dict[str, Any],
     rows: Iterable[tuple[Any, Row]],
@@ -51,16 +51,3 @@ def gather(
     results |= conclude(results["rows"])
     keep(count())
     return results
-
-
-def collect(
-    device: Any,
-    settings: dict[str, Any],
-    rows: Iterable[tuple[Any, Row]],
-    keep: Callable[[Results], None],
-    conclude: Callable[[list[Row]], Results] = lambda _: {},
-) -> Results:
-    """TEMPORARY."""
-    from zoo import machine
-
-    return gather(machine.describe(device), settings, rows, keep, total=0, conclude=conclude)

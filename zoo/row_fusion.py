@@ -75,7 +75,9 @@ def _fuse(graph: fx.Graph, linear: fx.Node, can: Callable[[Tensor, Tensor | None
         options = {"norm_weight": norm, "eps": eps, "gate": gate, "residual": residual, "constant": constant}
         y = graph.call_function(row_linear, (x, weight), options)
         shaped = graph.call_method("view", (y, (*[1] * (_value(linear).ndim - 1), -1)))
-    shaped.meta["example_value"] = _value(linear)
+    origin = {name: linear.meta[name] for name in ("nn_module_stack", "stack_trace") if name in linear.meta}
+    y.meta |= origin  # which tells a profile whose kernel it is
+    shaped.meta |= origin | {"example_value": _value(linear)}
     place.replace_all_uses_with(shaped)
     for node in taken:
         graph.erase_node(node)

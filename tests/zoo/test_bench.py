@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(plan: Plan) -> list[dict[str, Any]]:
-    return run_plan(plan, lambda number, cell: None, lambda results: None)["rows"]
+    return run_plan(plan, lambda line: None, lambda results: None)["rows"]
 
 
 def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:

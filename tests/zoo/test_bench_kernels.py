@@ -222,7 +222,7 @@ def test_speedups_are_over_the_fastest_right_peer(monkeypatch: pytest.MonkeyPatc
         measure, "_time", lambda call, device, captured: ("cpu", dict.fromkeys(("median", "p20", "p80"), next(times)))
     )
     plan = make_plan(kernels=("copy",), lengths=(4,), head_dims=(8,), device="cpu")
-    *_, reference, ours = run_plan(plan, lambda number, cell: None, lambda results: None)["rows"]
+    *_, reference, ours = run_plan(plan, lambda line: None, lambda results: None)["rows"]
     assert ours["forward_speedup"] == 3
     assert "forward_speedup" not in reference
     moved = 2 * 4 * 64 * 4 * 2 * 8  # read and written: float32, 64 rows, T, H, D

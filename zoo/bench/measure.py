@@ -18,6 +18,7 @@ from zoo.bench.failures import LARGEST_ERROR, failure
 from zoo.bench.plan import FORCED, Cell, Plan, visible_pairs
 from zoo.bench.ranking import rank
 from zoo.kernels.attention import Mask, attention, attention_mask
+from zoo.machine import describe
 from zoo.memory import give_back, peak_bytes
 from zoo.results import Results, Row, collect
 from zoo.timing import milliseconds, rounded
@@ -28,12 +29,12 @@ _TENSORS = ("o", "dq", "dk", "dv")
 _CANNOT = ("No available kernel", "No viable backend")  # how PyTorch says that a forced kernel does not take a call
 
 
-def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[Results], None]) -> Results:
+def run_plan(plan: Plan, announce: Callable[[str], None], keep: Callable[[Results], None]) -> Results:
     """Measure every cell.
 
     Args:
         plan: what to measure.
-        announce: told the number of each cell before it runs.
+        announce: told of each cell before it runs, in a line.
         keep: given all results so far after each cell, and once more when they are complete.
 
     Returns:
@@ -49,17 +50,22 @@ def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[
     }
     with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
         return collect(
-            plan.device, settings, _rows(plan, announce), keep, conclude=lambda rows: {"ranking": rank(rows)}
+            describe(plan.device),
+            settings,
+            _rows(plan, announce),
+            keep,
+            total=len(plan.cells()),
+            conclude=lambda rows: {"ranking": rank(rows)},
         )
 
 
-def _rows(plan: Plan, announce: Callable[[int, Cell], None]) -> Iterator[tuple[Cell, Row]]:
-    number = 0
+def _rows(plan: Plan, announce: Callable[[str], None]) -> Iterator[tuple[Cell, Row]]:
+    number, total = 0, len(plan.cells())
     for _, group in groupby(plan.cells(), key=lambda cell: (cell.head_dim, cell.length, cell.window)):
         inputs = None
         for cell in group:
             number += 1
-            announce(number, cell)
+            announce(f"[{number}/{total}] {cell}")
             try:
                 inputs = inputs or _Inputs(plan, cell)
                 row = _measure(plan, cell, inputs)

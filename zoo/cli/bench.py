@@ -1,13 +1,16 @@
 """``zoo bench``."""
 
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 
 from zoo.cli.options import Device, Dtype, choice, choices, listed, number, numbers
 from zoo.cli.options import dtype as read_dtype
-from zoo.cli.running import run_and_report
+from zoo.cli.running import Run, measure_and_report
+from zoo.files import write_whole
 
 app = typer.Typer(no_args_is_help=True, help="Measure kernels side by side.")
 
@@ -84,8 +87,7 @@ def attention(
     )
     sizes = "-".join(map(str, plan.head_dims))
     name = f"attention_{slug(plan.device)}_{str(plan.dtype).removeprefix('torch.')}_d{sizes}"
-    files = (out / f"{name}.json", out / f"{name}.md", out / f"{name}.png")
-    _end(run_and_report(plan, run_plan, report, report.outcome, files))
+    _measure(partial(run_plan, plan), report, out / name)
 
 
 @app.command()
@@ -161,14 +163,23 @@ def kernels(
     )
     sizes = "-".join(map(str, plan.head_dims))
     name = f"kernels_{slug(plan.device)}_{str(plan.dtype).removeprefix('torch.')}_d{sizes}"
-    files = (out / f"{name}.json", out / f"{name}.md", out / f"{name}.png")
-    _end(run_and_report(plan, run_plan, report, report.outcome, files))
+    _measure(partial(run_plan, plan), report, out / name)
 
 
-def _end(results: dict[str, Any]) -> None:
-    """Exit status 1 if a row failed or is wrong."""
-    if any("error" in row or row.get("correct") is False for row in results["rows"]):
-        raise typer.Exit(1)
+def _measure(run: Run, report: ModuleType, name: Path) -> None:
+    """Measure; then JSON, Markdown and a plot under that name. A row that is wrong lets the command fail too."""
+    table, plot = (name.with_name(f"{name.name}{ending}") for ending in (".md", ".png"))
+
+    def write(results: dict[str, Any]) -> list[Path]:
+        write_whole(table, lambda path: path.write_text(report.markdown(results)))
+        write_whole(plot, lambda path: report.plot(results, path))
+        return [table, plot]
+
+    def failed(row: dict[str, Any]) -> bool:
+        return "error" in row or row.get("correct") is False
+
+    kept = name.with_name(f"{name.name}.json")
+    measure_and_report(run, kept, outcome=report.outcome, table=report.table, write=write, failed=failed)
 
 
 def _window(text: str) -> int | None:

@@ -92,29 +92,6 @@ def measure_and_report(
         raise typer.Exit(1)
 
 
-def run_and_report(plan, run_plan, report, outcome, files):
-    """TEMPORARY."""
-    kept, table, plot = files
-
-    def run(announce, keep):
-        cells = plan.cells()
-        return run_plan(plan, lambda number, cell: announce(f"[{number}/{len(cells)}] {cell}"), keep)
-
-    def write(results):
-        write_whole(table, lambda path: path.write_text(report.markdown(results)))
-        write_whole(plot, lambda path: report.plot(results, path))
-        return [table, plot]
-
-    found = []
-
-    def ran(announce, keep):
-        found.append(run(announce, keep))
-        return found[0]
-
-    measure_and_report(ran, kept, outcome=outcome, table=report.table, write=write, failed=lambda row: False)
-    return found[0]
-
-
 def console(*, stderr: bool = False) -> Console:
     """The terminal, or a pipe."""
     result = Console(stderr=stderr)

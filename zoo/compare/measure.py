@@ -74,6 +74,7 @@ def measure(plan: Plan, cell: Cell) -> Row:
         "state_bytes": state_bytes,
         "first_step_s": first,
         "compile_s": None if cell.compile == "none" else max(first - typical, 0.0),
+        "dynamic": None if cell.compile == "none" else bool(plan.dynamic(cell)),
         "graphs": None if cell.compile == "none" else counters["stats"]["unique_graphs"],
         "graph_breaks": None if cell.compile == "none" else sum(counters["graph_break"].values()),
         "params": sum(parameter.numel() for parameter in subject.model.parameters()),
@@ -85,21 +86,23 @@ def compile_ahead(plan: Plan, cells: Sequence[Cell]) -> Row:
     """Compile what the cells of a group need, with caches that are empty: for each its first step, and a second.
 
     Returns:
-        The seconds that all first steps took longer than the second ones, all graphs and breaks, and how many graphs
-        came after those of the first cell.
+        The seconds that the first cell's first step took longer than its second, and those of the others, which can use
+        its graphs; all graphs and breaks, and how many graphs came after those of the first cell.
     """
     counters.clear()
     subject = _Subject(plan, cells[0])
-    seconds, graphs = 0.0, []
+    seconds, graphs = [], []
     for cell in cells:
         step = subject.step(cell)
         (first, _), (second, _) = (_time(step, plan.device) for _ in range(2))
-        seconds += max(first - second, 0.0)
+        seconds.append(max(first - second, 0.0))
         graphs.append(counters["stats"]["unique_graphs"])
+        print(f"{cell}: first step {first:.1f} s, second {second:.3f} s, {graphs[-1]} graphs", flush=True)
         del step
         give_back(plan.device)
     return {
-        "compile_cold_s": seconds,
+        "compile_cold_s": seconds[0],
+        "recompile_s": sum(seconds[1:]),
         "graphs": graphs[-1],
         "graph_breaks": sum(counters["graph_break"].values()),
         "recompilations": graphs[-1] - graphs[0],

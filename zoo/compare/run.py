@@ -14,11 +14,11 @@ from zoo.compare.apart import Apart, ApartError
 from zoo.compare.merge import refuse_mixture
 from zoo.compare.plan import Cell, Plan
 from zoo.hardware import peak_flops
-from zoo.results import Results, Row, gather
+from zoo.results import Results, Row, collect
 
 __all__ = ["run_plan"]
 
-_OF_GROUP = ("compile_cold_s", "graphs", "graph_breaks", "recompilations")
+_OF_GROUP = ("compile_cold_s", "recompile_s", "graphs", "graph_breaks", "recompilations")
 
 
 def run_plan(
@@ -46,7 +46,7 @@ def run_plan(
         mixed: whether those may be of another machine, version, commit or setting; the results then say so.
 
     Returns:
-        See `gather` and `measure`; "mixed" lists what differs. A cell that failed has an "error" and no figures, one
+        See `collect` and `measure`; "mixed" lists what differs. A cell that failed has an "error" and no figures, one
         that cannot be measured has the reason as "skipped".
 
     Raises:
@@ -60,7 +60,7 @@ def run_plan(
     runner.done = done
     cells = plan.cells()
     order = {cell: place for place, cell in enumerate(dict.fromkeys([*cells, *done]))}
-    results = gather(
+    results = collect(
         header,
         plan.settings(),
         runner.rows(),
@@ -143,14 +143,14 @@ class _Runner:
             if "skipped" in row:
                 return row
             compile_s = row.pop("compile_s")
-            row |= {"compile_cold_s": compile_s, "compile_warm_s": None, "recompilations": None}
+            row |= {"compile_cold_s": compile_s, "compile_warm_s": None, "recompile_s": None, "recompilations": None}
             if evidence:
                 row |= evidence | {"compile_warm_s": compile_s}
-            if self.plan.profile:
+            if self.plan.profile and cell.peer is None:
                 trace = self.folder / "traces" / f"{name}.json.gz"
                 trace.parent.mkdir(exist_ok=True)
                 with self._apart(name, measure.profile, self.plan, cell, trace) as call:
-                    row["profile"] = call.result(self.plan.timeout)
+                    row["profile"] = call.result(self.plan.timeout) | {"trace": f"traces/{trace.name}"}
         except ApartError as error:
             return {"error": f"{error} (logs/{name}.txt)"}
         call.log.unlink(missing_ok=True)

@@ -28,8 +28,9 @@ def provenance() -> Iterator[None]:
     In front of each kernel's call Inductor's generated code gets an empty range, which names the modules of the
     operations that were fused into the kernel, and how many each of them has there. Without a profiler it takes a
     microsecond or two of the host. A cached graph would have none: Inductor's and AOTAutograd's caches of graphs are
-    neither read nor written inside, so that profiled figures are those of a compilation of their own. Where this
-    version of torch has no such place to put marks, there are none, and kernels stay unattributed.
+    neither read nor written inside, so that profiled figures are those of a compilation of their own. What this process
+    compiled before has none either, unless `torch.compiler.reset` lets it be compiled again. Where a version of torch
+    has no such place to put marks, there are none, and kernels stay unattributed.
     """
     from torch._functorch import config as autograd
     from torch._inductor import config as inductor

@@ -13,6 +13,7 @@ from zoo.bench.kernels.ceilings import Ceilings
 from zoo.bench.kernels.kernel import REFERENCE_LENGTH, STEPS, Call, Side, Step
 from zoo.bench.kernels.plan import Cell, Plan
 from zoo.bench.kernels.table import KERNELS
+from zoo.machine import describe
 from zoo.memory import give_back
 from zoo.results import Results, Row, collect
 from zoo.timing import call_ms, graph_ms, milliseconds, rounded, spread
@@ -20,12 +21,12 @@ from zoo.timing import call_ms, graph_ms, milliseconds, rounded, spread
 __all__ = ["run_plan"]
 
 
-def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[Results], None]) -> Results:
+def run_plan(plan: Plan, announce: Callable[[str], None], keep: Callable[[Results], None]) -> Results:
     """Measure every cell.
 
     Args:
         plan: what to measure.
-        announce: told the number of each cell before it runs.
+        announce: told of each cell before it runs, in a line.
         keep: given all results so far after each cell, and once more when they are complete.
 
     Returns:
@@ -46,17 +47,18 @@ def run_plan(plan: Plan, announce: Callable[[int, Cell], None], keep: Callable[[
             "copy_tb_per_s": rounded(ceilings.bytes_per_s / 1e12),
             "matmul_tflops": rounded(ceilings.flops_per_s / 1e12),
         }
-        return collect(plan.device, settings, _rows(plan, ceilings, announce), keep)
+        rows = _rows(plan, ceilings, announce)
+        return collect(describe(plan.device), settings, rows, keep, total=len(plan.cells()))
 
 
-def _rows(plan: Plan, ceilings: Ceilings, announce: Callable[[int, Cell], None]) -> Iterator[tuple[Cell, Row]]:
-    number = 0
+def _rows(plan: Plan, ceilings: Ceilings, announce: Callable[[str], None]) -> Iterator[tuple[Cell, Row]]:
+    number, total = 0, len(plan.cells())
     for _, group in groupby(plan.cells(), key=lambda x: (x.kernel, x.length, x.num_heads, x.head_dim)):
         case: Case | None = None
         best: dict[Step, float] = {}  # peers' times so far; they come first
         for cell in group:
             number += 1
-            announce(number, cell)
+            announce(f"[{number}/{total}] {cell}")
             kernel = KERNELS[cell.kernel]
             side = next(side for side in kernel.sides if side.name == cell.side)
             try:
