@@ -4,7 +4,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -104,23 +104,25 @@ class _Runner:
         numbers = {cell: number for number, cell in enumerate(cells, 1)}
         left = [cell for cell in cells if cell not in self.done]
         groups = [list(group) for _, group in groupby(left, key=lambda cell: cell.group)]
-        for start in range(0, len(groups), self.jobs):
-            some = groups[start : start + self.jobs]
-            evidence = self._compile(some)
-            for cell in chain.from_iterable(some):
+        evidence: dict[tuple[Any, ...], Row] = {}
+        for place, group in enumerate(groups):
+            if group[0].compile != "none" and group[0].group not in evidence:
+                compiled = [some for some in groups[place:] if some[0].compile != "none"]
+                evidence |= self._compile(compiled[: self.jobs])
+            for cell in group:
                 self.announce(f"[{numbers[cell]}/{len(cells)}] {cell}")
                 yield cell, self._row(cell, evidence.get(cell.group, {}))
 
     def _compile(self, groups: list[list[Cell]]) -> dict[tuple[Any, ...], Row]:
-        """Of each group that is compiled what compiling took, if it could be; an error will come again."""
-        found: dict[tuple[Any, ...], Row] = {}
+        """Of each group what compiling took; nothing where it failed, which its cells will say."""
+        found: dict[tuple[Any, ...], Row] = {cells[0].group: {} for cells in groups}
         with ExitStack() as stack:
             running: dict[tuple[Any, ...], Apart] = {}
             for cells in groups:
                 known = [row for cell, row in self.done.items() if cell.group == cells[0].group]
                 if any("compile_cold_s" in row for row in known):
                     found[cells[0].group] = {key: known[0].get(key) for key in _OF_GROUP}
-                elif cells[0].compile != "none" and not self._skipped(cells[0]):
+                elif not self._skipped(cells[0]):
                     self.announce(f"compiling {cells[0]}{' and other sizes' if len(cells) > 1 else ''}")
                     shutil.rmtree(self._caches(cells[0]), ignore_errors=True)
                     call = self._apart(_slug(cells[0], "compile"), measure.compile_ahead, self.plan, cells, of=cells[0])
