@@ -1,6 +1,5 @@
 """Every snippet of the README runs, and its table is what was measured."""
 
-import json
 import re
 import subprocess
 import sys
@@ -8,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import tables
 import zoo
-from zoo.compare.report import markdown
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -71,6 +70,22 @@ def test_the_diff_applies_and_builds(folder: Path) -> None:
     assert "sliding_window" not in shown
 
 
-def test_the_table_is_the_measured_one() -> None:
-    measured = json.loads((ROOT / "benchmarks" / "compare_340m_h200.json").read_text())
-    assert markdown(measured) in README
+def test_the_tables_are_the_measured_ones() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "<!-- throughput: " in README
+
+
+def test_a_table_that_differs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(README.replace("| deltanet-340m | ", "| deltanet-340m | 9", 1))
+    monkeypatch.setattr(tables, "PAGES", (page,))
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    with pytest.raises(SystemExit, match="1"):
+        tables.main()
+    monkeypatch.setattr(sys, "argv", ["tables.py"])
+    with pytest.raises(SystemExit, match="0"):
+        tables.main()
+    assert page.read_text() == README

@@ -25,7 +25,7 @@ from zoo.compare.report.rows import (
 __all__ = ["page"]
 
 _READING = (
-    "<b>tokens/s</b>: the median over the timed steps, each of which waits for the device. The whisker goes from the "
+    "<b>tokens/s</b>: the median over the timed steps, one right after the other. The whisker goes from the "
     "20th to the 80th percentile: a wide one says that the machine was busy.",
     "<b>compiled</b>: by torch.compile as one graph, or <b>block-compiled</b>, each block by itself. The charts show "
     "the faster of the two, solid; <b>eager</b> is pale and dashed. Grey: models of other libraries.",
@@ -37,7 +37,8 @@ _READING = (
     "<b>peak memory</b>: of tensors, that is parameters, optimiser state, activations and decoding state.",
     "<b>state</b>: what decoding keeps between two tokens for all rows of the batch: keys and values of attention grow "
     "with the context, the state of the delta rule does not.",
-    "<b>graphs, breaks, recompilations</b>: one graph and no break is what an architecture should compile to.",
+    "<b>graphs, breaks, recompilations</b>: one graph and no break is what an architecture should compile to; "
+    "recompilations are further graphs for further sizes, such as a batch of one row.",
 )
 
 
