@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 compare: $(READY)  ## train and run every architecture, eager and compiled: table, plot, JSON (in results/compare)
-	$(VENV)/bin/zoo compare
+	$(VENV)/bin/zoo compare --jobs 2
 
 test: check  ## checks and tests
 	$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal --durations 8
