@@ -3,7 +3,8 @@
     python benchmarks/tables.py            # writes them anew
     python benchmarks/tables.py --check    # exit status 1 if one differs
 
-A table stands between two comments: the first names its kind and its file.
+A table stands between two comments: the first names its kind and its files, which may not differ in how they were
+measured.
 
     <!-- throughput: compare_340m_h200.json -->
     <!-- end -->
@@ -17,11 +18,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from zoo.compare.merge import merge
 from zoo.compare.report.rows import Line, Row, lines
 
 FOLDER = Path(__file__).parent
 PAGES = (FOLDER.parent / "README.md", FOLDER / "README.md")
-BLOCK = re.compile(r"(<!-- (?P<kind>\w+): (?P<file>[\w.-]+) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (?P<kind>\w+): (?P<files>[\w. -]+?) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
 Results = dict[str, Any]
 
@@ -101,15 +103,17 @@ KINDS: dict[str, Callable[[Results], Iterable[list[str]]]] = {
 }
 
 
-def table(kind: str, file: str) -> str:
+def table(kind: str, files: list[str], folder: str) -> str:
     """The Markdown of a table, and above it what it was measured on."""
-    results = json.loads((FOLDER / file).read_text())
+    runs = [json.loads((FOLDER / file).read_text()) for file in files]
+    results = runs[0] if len(runs) == 1 else merge(runs, mixed=False)
     head, *body = KINDS[kind](results)
     machine = results["machine"]
-    words = [machine["device"], f"torch {machine['torch']}", results["rows"][0].get("dtype"), f"[{file}]({{}}{file})"]
+    words = [machine["device"], f"torch {machine['torch']}", results["rows"][0].get("dtype")]
+    links = [f"[{file}]({folder}{file})" for file in files]
     rule = ["---" if name in ("architecture", "kernel") else "---:" for name in head]
     rows = "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *body))
-    return f"{', '.join(filter(None, words))}:\n\n{rows}\n"
+    return f"{', '.join(filter(None, words + links))}:\n\n{rows}\n"
 
 
 def made(page: Path) -> str:
@@ -117,7 +121,7 @@ def made(page: Path) -> str:
     folder = "" if page.parent == FOLDER else "benchmarks/"
 
     def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{table(match['kind'], match['file']).format(folder)}\n{match[5]}"
+        return f"{match[1]}\n{table(match['kind'], match['files'].split(), folder)}\n{match[5]}"
 
     return BLOCK.sub(fill, page.read_text())
 
