@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+import torch.fx.experimental._config as shapes_config
 
 from zoo.files import require_file, write_whole
 from zoo.model import LanguageModel
@@ -50,9 +51,8 @@ def compile(
         return torch.compile(model, fullgraph=fullgraph, dynamic=dynamic)
     parts = [*model.blocks, model.norm, model.chunk_gradients]
     kinds = len(set(model.config.layers)) + 2
-    dynamo_config.recompile_limit = max(
-        dynamo_config.recompile_limit, 8 * kinds
-    )  # of all blocks
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 8 * kinds)  # of all blocks
+    shapes_config.use_duck_shape = False  # or a batch of 2 is the same size as a rotary table's 2, and as fixed
     for part in parts:
         part.compile(fullgraph=fullgraph, dynamic=dynamic)
     return model

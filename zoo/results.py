@@ -26,7 +26,7 @@ def collect(
         machine: where they run.
         settings: that they share.
         rows: makes them: the cell of a plan, a dataclass, and its figures.
-        keep: given all results so far after each, and once more at the end.
+        keep: given all results so far before the first, after each, and once more at the end.
         total: how many rows there are in the end.
         before: those of an earlier run.
         conclude: what is added at the end.
@@ -42,6 +42,7 @@ def collect(
         return results
 
     try:
+        keep(count())
         for cell, row in rows:
             results["rows"].append(asdict(cell) | row)
             keep(count())

@@ -1,20 +1,26 @@
 """The command, as a user runs it."""
 
+import csv
 import json
+import os
+import pty
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
+from report_cases import fake
 
 import zoo
 
 
-def run(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zoo.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    variables = {**os.environ, **environment}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_import_is_light() -> None:
@@ -29,7 +35,11 @@ def test_import_is_light() -> None:
     [
         (["--help"], ["list", "show", "compare", "generate"]),
         (["generate", "--help"], ["--prompt-file", "--top-p", "--stop", "--no-compile"]),
-        (["compare", "--help"], ["--lengths", "--text", "--out", "--tokens-per-step"]),
+        (
+            ["compare", "--help"],
+            ["--lengths", "--text", "--out", "--tokens-per-step", "--resume"],
+        ),
+        (["report", "--help"], ["RESULTS.json", "--out", "--mixed"]),
         (["list"], ["delta_net", "sliding_window", "swiglu", "deltanet-swa-1.3b", "2406.06484"]),
         (["list", "delta*", "--kind", "mixer"], ["delta_net"]),
         (["--version"], [zoo.__version__]),
@@ -67,6 +77,8 @@ def test_show_prints_what_builds_the_same_model(tmp_path: Path) -> None:
         (["compare", "--text", "missing.txt"], "cannot read missing.txt"),
         (["compare", "--dtype", "int8"], "--dtype: got 'int8'"),
         (["compare", "--out", "/proc/zoo"], "--out: cannot write to /proc/zoo"),
+        (["compare", "--out", "/dev/null"], "--out: cannot write to /dev/null: File exists"),
+        (["report", "missing.json"], "missing.json: cannot be read"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -79,22 +91,72 @@ def test_a_mistake_ends_in_one_clear_line(arguments: list[str], message: str) ->
 
 
 def test_compare_shows_a_table_and_ends_in_json(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    out = tmp_path / "out"
-    options = {"lengths": 32, "tokens-per-step": 64, "steps": 2, "warmup": 1, "text": text, "out": out}
-    done = run("compare", "deltanet-tiny", *(f"--{name}={value}" for name, value in options.items()))
+    """Eager, in another folder, with a class of that folder."""
+    (tmp_path / "my_mixer.py").write_text("from zoo.mixers.full_attention import FullAttention as Mine\n")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    options = {"lengths": "16,32", "tokens-per-step": 64, "steps": 2, "warmup": 1, "text": "text.txt", "out": "a/b"}
+    words = [f"--{name}={value}" for name, value in options.items()]
+    words += ["--compile", "none", "--override", "layers.0.mixer=my_mixer.Mine", "--override", ""]
+    done = run("compare", "transformer-tiny", *words, folder=tmp_path, PYTHONSAFEPATH="1")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     results = json.loads(lines[-1])
+    out = tmp_path / "a" / "b"
     assert json.loads((out / "results.json").read_text()) == results
-    assert any("deltanet-tiny" in line and "train" in line for line in lines[:-1])
-    assert {file.name for file in out.iterdir()} == {"results.json", "table.md", "plot.png"}
-    assert {"recipe", "length", "mode", "compiled", "tokens_per_s", "step_ms", "peak_bytes", "compile_s", "graphs",
-            "graph_breaks", "params", "flops_per_token", "loss"} <= results["rows"][0].keys()  # fmt: skip
-    assert {"device", "torch", "python", "commit"} <= results["machine"].keys()
-    assert results["complete"] is True
-    assert "\n[1/4] deltanet-tiny  B 2  T 32  train  eager" in f"\n{done.stderr}"
+    assert any("transformer-tiny" in line and "train" in line for line in lines[:-1])
+    files = {"results.json", "results.csv", "table.md", "report.html"}
+    files |= {f"{mode}.{ending}" for mode in ("train", "forward") for ending in ("png", "svg")}
+    assert {file.name for file in out.iterdir()} == files
+    assert {*lines[-2].split()} == {f"a/b/{name}" for name in files}
+    named = "recipe peer length batch_size mode compile dtype tokens_per_s step_ms mfu peak_bytes compile_cold_s loss"
+    assert {*named.split()} <= results["rows"][0].keys()
+    assert {"device", "torch", "python", "commit", "matmul_tflops", "peak_tflops"} <= results["machine"].keys()
+    assert (results["complete"], results["missing"], results["mixed"]) == (True, 0, [])
+    name = "transformer-tiny layers.0.mixer=my_mixer.Mine"
+    assert [row["recipe"] for row in results["rows"]] == [name] * 4 + ["transformer-tiny"] * 4
+    assert f" [1/8] {name}  train  float32  B 4  T 16  eager\n" in done.stderr
+    assert done.stderr.count("tokens/s") == 8
+    again = run("compare", "transformer-tiny", *words, "--resume", folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout.splitlines()[-1])["rows"] == results["rows"]
+    assert "tokens/s" not in again.stderr  # nothing was left to do
+
+
+def test_reports_of_several_runs(tmp_path: Path) -> None:
+    first = fake(("forward",), (2048,))
+    second = fake(("train",), (2048,)) | {"machine": first["machine"] | {"commit": "abc"}}
+    (tmp_path / "a.json").write_text(json.dumps(first))
+    (tmp_path / "b.json").write_text(json.dumps(second))
+    refused = run("report", "a.json", "b.json", folder=tmp_path)
+    assert refused.returncode == 2
+    assert f"(commit: {first['machine']['commit']} and abc)" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    done = run("report", "a.json", "b.json", "--mixed", "--out", "both", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for file in ("table.md", "report.html"):
+        assert "Not all of this was measured alike. What differs: commit:" in (tmp_path / "both" / file).read_text()
+    with (tmp_path / "both" / "results.csv").open(newline="") as lines:
+        assert len([*csv.DictReader(lines)]) == len(first["rows"]) + len(second["rows"])
+
+
+def test_progress_in_a_terminal(tmp_path: Path) -> None:
+    """Lines that stay, under them one that changes; the JSON is on stdout alone."""
+    main, other = pty.openpty()
+    words = ["deltanet-tiny", "--mode=forward", "--compile=none", "--lengths=16", "--steps=1", "--warmup=1", "--out=a"]
+    command = [sys.executable, "-m", "zoo.cli", "compare", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=other, cwd=tmp_path, text=True) as process:
+        os.close(other)
+        shown = b""
+        with suppress(OSError):  # the end
+            while part := os.read(main, 1 << 16):
+                shown += part
+        assert process.stdout
+        results = json.loads(process.stdout.read().splitlines()[-1])
+    os.close(main)
+    assert process.returncode == 0
+    assert results["complete"]
+    assert b"[1/1] deltanet-tiny  forward  float32" in shown
+    assert b"tokens/s" in shown
 
 
 def test_a_class_path_may_name_a_module_in_the_current_folder(tmp_path: Path) -> None:

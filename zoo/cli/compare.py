@@ -170,11 +170,18 @@ def _read(file: Path) -> Any:
     Raises:
         ValueError: the file holds no such thing.
     """
+    from zoo.compare.plan import Cell
+
     try:
         results = json.loads(file.read_text())
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read: {error}") from None
-    keys = ("machine", "settings", "complete", "rows")
-    if not isinstance(results, dict) or any(key not in results for key in keys):
-        raise ValueError(f"{file}: holds no results, allowed: what zoo compare wrote, with {', '.join(keys)}")
+    kinds = {"machine": dict, "settings": dict, "complete": bool, "rows": list}
+    if not isinstance(results, dict) or not all(isinstance(results.get(key), kind) for key, kind in kinds.items()):
+        raise ValueError(f"{file}: holds no results, allowed: what zoo compare wrote, with {', '.join(kinds)}")
+    for row in results["rows"]:
+        try:
+            hash(Cell.of_row(row))
+        except (KeyError, TypeError):
+            raise ValueError(f"{file}: holds no rows of this version's zoo compare, allowed: those") from None
     return results

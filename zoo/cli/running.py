@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import typer
@@ -52,9 +53,10 @@ def measure_and_report(
         raise ValueError(f"--out: cannot write to {kept.parent}: {error.strerror or error}") from None
     progress = console(stderr=True)
     unwritten: list[str] = []
-    shown: list[int] = []
+    seen: int | None = None  # rows
 
     def keep(results: "Results") -> None:
+        nonlocal seen
         unwritten.clear()
         try:
             write_whole(kept, lambda path: path.write_text(json.dumps(results, indent=1) + "\n"))
@@ -62,21 +64,22 @@ def measure_and_report(
             unwritten.append(f"cannot write {kept}: {error.strerror or error}")
             progress.print(unwritten[0], highlight=False, markup=False)
         rows = results["rows"]
-        if len(rows) not in shown:  # the last time, it is no new row
-            shown.append(len(rows))
+        if seen is not None and len(rows) > seen:
             progress.print(f"  {outcome(rows[-1])}", highlight=False, markup=False)
+        seen = len(rows)
 
+    begin = perf_counter()
     with progress.status("") as status:
 
         def announce(line: str) -> None:
             status.update(escape(line))
-            progress.print(line, highlight=False, markup=False)
+            progress.print(f"{_clock(perf_counter() - begin)} {line}", highlight=False, markup=False)
 
         results = run(announce, keep)
         status.update("plotting")
         files = [kept]
         try:
-            files += write(results)
+            files += write(results | {"unwritten": bool(unwritten)})
         except OSError as error:
             unwritten.append(f"cannot write the report: {error.strerror or error}")
     terminal = console()
@@ -90,6 +93,11 @@ def measure_and_report(
         raise typer.Exit(130)
     if unwritten or any(failed(row) for row in results["rows"]):
         raise typer.Exit(1)
+
+
+def _clock(seconds: float) -> str:
+    """Minutes and seconds."""
+    return "{}:{:02}".format(*divmod(int(seconds), 60))
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -4,8 +4,9 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from multiprocessing import connection, get_context, parent_process
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, get_context, parent_process, resource_tracker
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,7 +37,8 @@ class Apart:
         self.log = log
         self.answer, sender = _CONTEXT.Pipe(duplex=False)
         self.process = _CONTEXT.Process(target=_call, args=(sender, log, dict(environment), function, arguments))
-        self.process.start()
+        with _interrupts_later():
+            self.process.start()
         sender.close()
 
     def result(self, timeout: float) -> Any:
@@ -67,7 +69,9 @@ class Apart:
         self.kill()
 
     def kill(self) -> None:
-        """End the process now."""
+        """End the process now, and the compilers that it has started."""
+        with suppress(ProcessLookupError):  # it has no group of its own yet, or nobody in it any more
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()
         self.process.join()
         self.answer.close()
@@ -76,9 +80,19 @@ class Apart:
         code = self.process.exitcode or 0
         if code >= 0:
             return f"its process ended with status {code}"
-        name = signal.Signals(-code).name
-        hint = ", as the system does to one when memory runs out" if name == "SIGKILL" else ""
-        return f"its process was killed by {name}{hint}"
+        hint = ", as the system does to one when memory runs out" if -code == signal.SIGKILL else ""
+        return f"its process was ended by signal {-code} ({signal.strsignal(-code)}){hint}"
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C reaches all processes of a terminal: those that begin here never hear of it, this one afterwards."""
+    resource_tracker.ensure_running()  # where it starts, it lets signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _call(
@@ -89,7 +103,7 @@ def _call(
     arguments: tuple[Any, ...],
 ) -> None:
     """What the process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who asked for this decides
+    os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)
     with log.open("ab") as file:
@@ -100,7 +114,7 @@ def _call(
     except BaseException as error:
         traceback.print_exc()
         message = str(error).strip().partition("\n")[0]
-        answer = True, f"{type(error).__name__}: {message}"
+        answer = True, f"{type(error).__name__}: {message}" if message else type(error).__name__
     sender.send(answer)
     os._exit(0)  # no teardown, which may fail or hang after an error of the device
 
@@ -109,4 +123,4 @@ def _end_with_parent() -> None:
     parent = parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)

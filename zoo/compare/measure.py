@@ -3,10 +3,11 @@
 Shapes: B batch, T sequence length.
 """
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from math import ceil
 from pathlib import Path
 from statistics import median, quantiles
@@ -41,7 +42,8 @@ def measure(plan: Plan, cell: Cell) -> Row:
     """The figures of a cell.
 
     Returns:
-        Times are medians over the steps, or over means of several of them, where one is short. ``peak_bytes`` counts
+        Times are medians over steps that follow each other as in training, without a wait between them, or over means
+        of several of them, where one is short; the host is waited for where it is slower. ``peak_bytes`` counts
         tensors: parameters, optimiser state and activations; ``state_bytes`` the state of decoding of all rows. Where
         that alone is more than there is memory for, the row has that as "skipped" instead.
     """
@@ -56,11 +58,9 @@ def measure(plan: Plan, cell: Cell) -> Row:
     second = first
     for _ in range(plan.warmup - 1):
         second, loss = _time(step, plan.device)
-    together = min(_MOST_TOGETHER, ceil(_SHORTEST / second))
-    seconds = []
-    for _ in range(plan.steps):
-        time, loss = _time(step, plan.device, together)
-        seconds.append(time)
+    # Not of training, whose loss is comparable only after as many steps.
+    together = 1 if cell.mode == "train" else min(_MOST_TOGETHER, ceil(_SHORTEST / second))
+    seconds, loss = _times(step, plan.device, together, plan.steps)
     typical = median(seconds)
     low, *_, high = quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 2
     tokens = cell.batch_size * (1 if cell.mode == "decode" else cell.length)
@@ -78,12 +78,14 @@ def measure(plan: Plan, cell: Cell) -> Row:
         "graphs": None if cell.compile == "none" else counters["stats"]["unique_graphs"],
         "graph_breaks": None if cell.compile == "none" else sum(counters["graph_break"].values()),
         "params": sum(parameter.numel() for parameter in subject.model.parameters()),
-        "loss": None if loss is None else loss.item(),
+        "loss": None if loss is None or not loss.isfinite() else loss.item(),
     }
 
 
 def compile_ahead(plan: Plan, cells: Sequence[Cell]) -> Row:
     """Compile what the cells of a group need, with caches that are empty: for each its first step, and a second.
+
+    A cell that fails here, for memory, say, is left out, as long as another does not.
 
     Returns:
         The seconds that the first cell's first step took longer than its second, and those of the others, which can use
@@ -93,12 +95,17 @@ def compile_ahead(plan: Plan, cells: Sequence[Cell]) -> Row:
     subject = _Subject(plan, cells[0])
     seconds, graphs = [], []
     for cell in cells:
-        step = subject.step(cell)
-        (first, _), (second, _) = (_time(step, plan.device) for _ in range(2))
-        seconds.append(max(first - second, 0.0))
+        try:
+            first, second = _first_steps(subject, cell)
+        except Exception:
+            if cell == cells[-1] and not seconds:
+                raise
+            traceback.print_exc()
+            subject.model.zero_grad()  # of a step that ended early
+        else:
+            seconds.append(max(first - second, 0.0))
+            print(f"{cell}: first step {first:.1f} s, second {second:.3f} s", flush=True)
         graphs.append(counters["stats"]["unique_graphs"])
-        print(f"{cell}: first step {first:.1f} s, second {second:.3f} s, {graphs[-1]} graphs", flush=True)
-        del step
         give_back(plan.device)
     return {
         "compile_cold_s": seconds[0],
@@ -107,6 +114,11 @@ def compile_ahead(plan: Plan, cells: Sequence[Cell]) -> Row:
         "graph_breaks": sum(counters["graph_break"].values()),
         "recompilations": graphs[-1] - graphs[0],
     }
+
+
+def _first_steps(subject: "_Subject", cell: Cell) -> tuple[float, float]:
+    step, device = subject.step(cell), subject.plan.device
+    return _time(step, device)[0], _time(step, device)[0]
 
 
 def profile(plan: Plan, cell: Cell, trace: Path) -> Row:
@@ -229,14 +241,40 @@ def dtype_of(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _time(step: Step, device: torch.device, count: int = 1) -> tuple[float, Tensor | None]:
-    """Seconds of one of so many steps, and the last one's loss."""
+def _time(step: Step, device: torch.device) -> tuple[float, Tensor | None]:
+    """Seconds of a step alone, and its loss."""
     _synchronize(device)
-    start, loss = perf_counter(), None
+    start = perf_counter()
+    loss = step()
+    _synchronize(device)
+    return perf_counter() - start, loss
+
+
+def _times(step: Step, device: torch.device, together: int, count: int) -> tuple[list[float], Tensor | None]:
+    """Seconds of a step, ``count`` times as the mean of so many together, and the last one's loss."""
+    marks, loss = [_Mark(device)], None
     for _ in range(count):
-        loss = step()
+        for _ in range(together):
+            loss = step()
+        marks.append(_Mark(device))
     _synchronize(device)
-    return (perf_counter() - start) / count, loss
+    return [end.since(start) / together for start, end in pairwise(marks)], loss
+
+
+class _Mark:
+    """A moment: on CUDA when the device comes to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.time = perf_counter()
+        if self.event is not None:
+            self.event.record(torch.cuda.current_stream(device))
+
+    def since(self, earlier: "_Mark") -> float:
+        """Seconds, of marks that the device has come to."""
+        if self.event is None or earlier.event is None:
+            return self.time - earlier.time
+        return earlier.event.elapsed_time(self.event) / 1e3
 
 
 def _synchronize(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,6 +22,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 DECODING: tuple[Mode, ...] = ("prefill", "decode")
 Compile = Literal["none", "model", "block"]
 COMPILES: tuple[Compile, ...] = get_args(Compile)
+_LONGEST = 1_000_000  # seconds, of a timeout: the system counts milliseconds in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,10 @@ class Plan:
         several = len(self.lengths[cell.mode]) > 1 or len(self.batch_sizes[cell.mode]) > 1
         return True if several and cell.mode != "decode" else None
 
+    def hashes(self) -> dict[str, str]:
+        """What tells two configurations of one name apart, an edited file's, say."""
+        return {name: sha256(config.to_yaml().encode()).hexdigest()[:12] for name, config in self.configs.items()}
+
     def settings(self) -> dict[str, Any]:
         """What makes figures comparable, beside the cells and the machine."""
         return {
@@ -198,6 +204,8 @@ def make_plan(
     ):
         if value < least:
             raise ValueError(f"--{name}: got {value}, allowed: at least {least}")
+    if not timeout <= _LONGEST:
+        raise ValueError(f"--timeout: got {timeout}, allowed: 1 to {_LONGEST}")
     size = "340m" if on_cuda else "tiny"
     configs = _configs(sources or [name for name in recipes.names() if name.endswith(f"-{size}")], overrides)
     _check_peers(beside, configs.values())
@@ -219,7 +227,7 @@ def make_plan(
         seed=seed,
         device=where,
         overrides=overrides,
-        text=text,
+        text=text and text.resolve(),
         text_bytes=data.shape[0],
         profile=profile,
         timeout=timeout,

@@ -1,9 +1,13 @@
 """Running a plan: every cell measured in a process of its own, results kept as they come."""
 
+import fcntl
+import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,14 +15,14 @@ from typing import Any
 from zoo import machine
 from zoo.compare import measure, peers
 from zoo.compare.apart import Apart, ApartError
-from zoo.compare.merge import refuse_mixture
+from zoo.compare.merge import has_figures, refuse_mixture
 from zoo.compare.plan import Cell, Plan
 from zoo.hardware import peak_flops
 from zoo.results import Results, Row, collect
 
 __all__ = ["run_plan"]
 
-_OF_GROUP = ("compile_cold_s", "recompile_s", "graphs", "graph_breaks", "recompilations")
+_NOTE = "ahead.json"  # beside the compiled graphs: of which cells, and what compiling them took
 
 
 def run_plan(
@@ -43,50 +47,85 @@ def run_plan(
         keep: given all results so far after each cell, and once more when they are complete.
         jobs: groups that compile at a time; nothing else is measured then.
         previous: results of an interrupted run, whose cells are not measured again, unless they failed.
-        mixed: whether those may be of another machine, version, commit or setting; the results then say so.
+        mixed: whether those may be of another machine, version, commit, setting or configuration; the results then say
+            so.
 
     Returns:
-        See `collect` and `measure`; "mixed" lists what differs. A cell that failed has an "error" and no figures, one
-        that cannot be measured has the reason as "skipped".
+        See `collect` and `measure`; "mixed" lists what differs, "configs" has a hash of each configuration. A cell that
+        failed has an "error" and no figures (figures too, where only its profile failed), one that cannot be measured
+        has the reason as "skipped".
 
     Raises:
-        ValueError: earlier results differ in such a way, and may not.
+        ValueError: earlier results differ in such a way, and may not; or another run measures into the folder.
     """
-    runner = _Runner(plan, folder, announce, jobs)
-    header = runner.header()
-    results: Results = {"machine": header, "settings": plan.settings()}
-    differences, before = refuse_mixture(previous, results, allowed=mixed)
-    done = {Cell.of_row(row): row for row in before if "error" not in row}
-    runner.done = done
-    cells = plan.cells()
-    order = {cell: place for place, cell in enumerate(dict.fromkeys([*cells, *done]))}
-    results = collect(
-        header,
-        plan.settings(),
-        runner.rows(),
-        lambda results: keep(results | {"mixed": differences}),
-        total=len(order),
-        before=done.values(),
-        conclude=lambda rows: {"rows": sorted(rows, key=lambda row: order[Cell.of_row(row)]), "mixed": differences},
-    )
-    if results["complete"]:
-        shutil.rmtree(folder / "compiled", ignore_errors=True)
-    if not any((folder / "logs").iterdir()):
-        (folder / "logs").rmdir()
-    return results
+    folder = folder.resolve()
+    with _alone_in(folder):
+        runner = _Runner(plan, folder, announce, jobs)
+        header = runner.header()
+        results: Results = {"machine": header, "settings": plan.settings(), "configs": plan.hashes()}
+        differences, before = refuse_mixture(previous, results, allowed=mixed)
+        cells = plan.cells()
+        done = {cell: row for row in before for cell in [Cell.of_row(row)] if cell not in cells or _stands(row, plan)}
+        runner.done = done
+        runner.finds_graphs = previous is not None and not differences
+        order = {cell: place for place, cell in enumerate(dict.fromkeys([*cells, *done]))}
+        more = {"configs": plan.hashes(), "mixed": differences}
+        results = collect(
+            header,
+            plan.settings(),
+            runner.rows(),
+            lambda results: keep(results | more),
+            total=len(order),
+            before=done.values(),
+            conclude=lambda rows: {"rows": sorted(rows, key=lambda row: order[Cell.of_row(row)]), **more},
+        )
+        if results["complete"]:
+            runner.forget_graphs()
+        with suppress(OSError):  # some failed
+            (folder / "logs").rmdir()
+        return results
+
+
+def _stands(row: Row, plan: Plan) -> bool:
+    """Whether an earlier row is as the plan wants it: its graph has symbols for sizes, or not, as the others'."""
+    return has_figures(row) and row.get("dynamic") in (None, bool(plan.dynamic(Cell.of_row(row))))
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Of two runs in one folder, each would take away the other's files.
+
+    Raises:
+        ValueError: another process is in this block.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"--out: another run measures into {folder}, allowed: another folder") from None
+    except OSError:
+        pass  # a file system that has no locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class _Runner:
     def __init__(self, plan: Plan, folder: Path, announce: Callable[[str], None], jobs: int) -> None:
         self.plan, self.folder, self.announce, self.jobs = plan, folder, announce, jobs
+        self.cells = plan.cells()
         self.done: dict[Cell, Row] = {}
+        self.finds_graphs = False  # of an interrupted run of the same plan
 
     def header(self) -> dict[str, Any]:
         """The machine, what it can do, and the peers."""
         plan = self.plan
         self.announce("measuring a large matrix product")
         try:
-            with self._apart("matmul", measure.matmul_flops, plan) as call:
+            with self._apart(None, measure.matmul_flops, plan, name="matmul") as call:
                 rate = call.result(plan.timeout) / 1e12
             call.log.unlink(missing_ok=True)
         except ApartError:
@@ -100,86 +139,133 @@ class _Runner:
 
     def rows(self) -> Iterator[tuple[Cell, Row]]:
         """What is not done yet, group by group."""
-        cells = self.plan.cells()
-        numbers = {cell: number for number, cell in enumerate(cells, 1)}
-        left = [cell for cell in cells if cell not in self.done]
+        numbers = {cell: number for number, cell in enumerate(self.cells, 1)}
+        left = [cell for cell in self.cells if cell not in self.done]
         groups = [list(group) for _, group in groupby(left, key=lambda cell: cell.group)]
         evidence: dict[tuple[Any, ...], Row] = {}
         for place, group in enumerate(groups):
-            if group[0].compile != "none" and group[0].group not in evidence:
-                compiled = [some for some in groups[place:] if some[0].compile != "none"]
+            if _is_compiled_ahead(group[0]) and group[0].group not in evidence:
+                compiled = [some for some in groups[place:] if _is_compiled_ahead(some[0])]
                 evidence |= self._compile(compiled[: self.jobs])
             for cell in group:
-                self.announce(f"[{numbers[cell]}/{len(cells)}] {cell}")
+                self.announce(f"[{numbers[cell]}/{len(self.cells)}] {cell}")
                 yield cell, self._row(cell, evidence.get(cell.group, {}))
 
     def _compile(self, groups: list[list[Cell]]) -> dict[tuple[Any, ...], Row]:
         """Of each group what compiling took; nothing where it failed, which its cells will say."""
         found: dict[tuple[Any, ...], Row] = {cells[0].group: {} for cells in groups}
         with ExitStack() as stack:
-            running: dict[tuple[Any, ...], Apart] = {}
-            for cells in groups:
-                known = [row for cell, row in self.done.items() if cell.group == cells[0].group]
-                if any("compile_cold_s" in row for row in known):
-                    found[cells[0].group] = {key: known[0].get(key) for key in _OF_GROUP}
-                elif not self._skipped(cells[0]):
-                    self.announce(f"compiling {cells[0]}{' and other sizes' if len(cells) > 1 else ''}")
-                    shutil.rmtree(self._caches(cells[0]), ignore_errors=True)
-                    call = self._apart(_slug(cells[0], "compile"), measure.compile_ahead, self.plan, cells, of=cells[0])
-                    running[cells[0].group] = stack.enter_context(call)
-            for group, call in running.items():
+            running: list[tuple[list[Cell], Apart]] = []
+            for left in groups:
+                group = left[0].group
+                if known := self._noted(left):
+                    found[group] = known
+                    continue
+                cells = [cell for cell in self.cells if cell.group == group]
+                self.announce(f"compiling {cells[0]}{' and other sizes' if len(cells) > 1 else ''}")
+                shutil.rmtree(self._caches(cells[0]), ignore_errors=True)
+                call = self._apart(cells[0], measure.compile_ahead, self.plan, cells, name=_slug(cells[0], "compile"))
+                running.append((cells, stack.enter_context(call)))
+            for cells, call in running:
                 try:
-                    found[group] = call.result(self.plan.timeout)
+                    found[cells[0].group] = evidence = call.result(self.plan.timeout)
                     call.log.unlink(missing_ok=True)
                 except ApartError as error:
                     self.announce(f"  not compiled ahead: {error}")
+                    continue
+                note = json.dumps({"cells": [str(cell) for cell in cells], "evidence": evidence})
+                with suppress(OSError):  # there may be no room
+                    (self._caches(cells[0]) / _NOTE).write_text(note)
         return found
+
+    def _noted(self, cells: list[Cell]) -> Row | None:
+        """What compiling took in an interrupted run, where it compiled all these cells and its graphs are there."""
+        if not self.finds_graphs:
+            return None
+        try:
+            note = json.loads((self._caches(cells[0]) / _NOTE).read_text())
+        except (OSError, ValueError):
+            return None
+        return note["evidence"] if {str(cell) for cell in cells} <= {*note["cells"]} else None
 
     def _row(self, cell: Cell, evidence: Row) -> Row:
         if reason := self._skipped(cell):
             return {"skipped": reason}
+        row: Row = {}
         name = _slug(cell)
         try:
-            with self._apart(name, measure.measure, self.plan, cell, of=cell) as call:
-                row = call.result(self.plan.timeout)
-            if "skipped" in row:
-                return row
-            compile_s = row.pop("compile_s")
-            row |= {"compile_cold_s": compile_s, "compile_warm_s": None, "recompile_s": None, "recompilations": None}
-            if evidence:
-                row |= evidence | {"compile_warm_s": compile_s}
-            if self.plan.profile and cell.peer is None:
-                trace = self.folder / "traces" / f"{name}.json.gz"
-                trace.parent.mkdir(exist_ok=True)
-                with self._apart(name, measure.profile, self.plan, cell, trace) as call:
-                    row["profile"] = call.result(self.plan.timeout) | {"trace": f"traces/{trace.name}"}
-        except ApartError as error:
-            return {"error": f"{error} (logs/{name}.txt)"}
+            if cell.compile != "none" and not evidence:  # what others left there would make it look warm
+                shutil.rmtree(self._caches(cell), ignore_errors=True)
+            with self._apart(cell, measure.measure, self.plan, cell, name=name) as call:
+                found = call.result(self.plan.timeout)
+            if "skipped" not in found:
+                row = found | _compilation(found.pop("compile_s"), evidence)
+                if self.plan.profile and cell.peer is None:
+                    row["profile"] = self._profile(cell, name)
+        except (ApartError, OSError) as error:
+            return row | {"error": f"{error} (logs/{name}.txt)"}
         call.log.unlink(missing_ok=True)
-        return row
+        return row or found
+
+    def _profile(self, cell: Cell, name: str) -> Row:
+        trace = self.folder / "traces" / f"{name}.json.gz"
+        trace.parent.mkdir(exist_ok=True)
+        with self._apart(cell, measure.profile, self.plan, cell, trace, name=name) as call:
+            return call.result(self.plan.timeout) | {"trace": f"traces/{trace.name}"}
 
     def _skipped(self, cell: Cell) -> str | None:
         if cell.peer is None or peers.installed(cell.peer):
             return None
         return f"{peers.PEERS[cell.peer].package} is not installed"
 
-    def _apart(self, name: str, function: Callable[..., Any], *arguments: Any, of: Cell | None = None) -> Apart:
+    def _apart(self, cell: Cell | None, function: Callable[..., Any], *arguments: Any, name: str) -> Apart:
+        """A call for a cell, which finds the graphs of its group, and a peer's its tuned kernels, eager or not."""
         logs = self.folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         environment = {}
-        if of is not None and of.compile != "none":
-            caches = self._caches(of)
+        if cell is not None and (cell.compile != "none" or cell.peer):
+            caches = self._caches(cell)
+            kernels = self.folder / "compiled" / _file_name(cell.recipe) if cell.peer else caches
             environment = {
                 "TORCHINDUCTOR_CACHE_DIR": f"{caches / 'inductor'}",
-                "TRITON_CACHE_DIR": f"{caches / 'triton'}",
+                "TRITON_CACHE_DIR": f"{kernels / 'triton'}",
             }
         return Apart(function, *arguments, log=logs / f"{name}.txt", environment=environment)
 
     def _caches(self, cell: Cell) -> Path:
-        return (self.folder / "compiled" / re.sub(r"[^\w.-]+", "_", " ".join(map(str, cell.group)))).resolve()
+        return self.folder / "compiled" / _file_name(*cell.group)
+
+    def forget_graphs(self) -> None:
+        """Remove those of the plan; the folder may hold something else."""
+        for cell in self.cells:
+            shutil.rmtree(self._caches(cell), ignore_errors=True)
+            if cell.peer:
+                shutil.rmtree(self.folder / "compiled" / _file_name(cell.recipe), ignore_errors=True)
+        with suppress(OSError):
+            (self.folder / "compiled").rmdir()
+
+
+def _is_compiled_ahead(cell: Cell) -> bool:
+    """A peer is not: some tune their kernels in the first step, and that beside others would spoil it."""
+    return cell.compile != "none" and cell.peer is None
+
+
+def _compilation(seconds: float | None, evidence: Row) -> Row:
+    """The columns of a cell whose own process compiled for so long: with what there was, or from nothing."""
+    if evidence:
+        return evidence | {"compile_warm_s": seconds}
+    return {"compile_cold_s": seconds, "compile_warm_s": None, "recompile_s": None, "recompilations": None}
 
 
 def _slug(cell: Cell, *more: str) -> str:
     """A name for the files of a cell."""
-    parts = cell.recipe, cell.mode, cell.dtype, cell.compile, f"B{cell.batch_size}", f"T{cell.length}", *more
-    return re.sub(r"[^\w.-]+", "_", " ".join(parts))
+    size = f"B{cell.batch_size}", f"T{cell.length}"
+    return _file_name(cell.recipe, cell.mode, cell.dtype, cell.compile, *size, *more)
+
+
+def _file_name(recipe: str, *parts: Any) -> str:
+    """Of a recipe, whose name may be long and may have any characters in it; no two have the same."""
+    plain = re.sub(r"[^\w.-]+", "_", recipe, flags=re.ASCII)[:100]
+    if plain != recipe:
+        plain += f"_{sha256(recipe.encode()).hexdigest()[:8]}"
+    return "_".join(map(str, (plain, *parts)))
