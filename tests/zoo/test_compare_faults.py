@@ -78,6 +78,13 @@ def test_what_fails_is_a_row_and_the_rest_is_complete(faults: dict[str, str], tm
         assert all(word in text for word in ("it broke", "killed after 3 s", "ended with status 7")), file
 
 
+def test_a_mixer_that_cannot_decode_is_skipped(faults: dict[str, str], tmp_path: Path) -> None:
+    (row,) = measured(plan_of(faults["Fading"], modes=("decode",), batch_sizes=(1,), tokens_per_step=None), tmp_path)[
+        "rows"
+    ]
+    assert row["skipped"] == "layer 0's mixer 'faults.Fading' does not support 'decode'"
+
+
 def test_failed_cells_are_measured_again_and_no_others(faults: dict[str, str], tmp_path: Path) -> None:
     plan = plan_of(faults["one"], faults["Raising"])
     before = measured(plan, tmp_path / "out")
@@ -218,6 +225,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         ("--lengths 1m", "--lengths: got '1m', allowed: numbers of tokens, such as 512,2k"),
         ("--batch 0", "--batch: got '0', allowed: numbers of rows, such as 1,8"),
         ("--jobs 0", "--jobs: got 0, allowed: at least 1"),
+        ("--mixed", "--mixed: there is nothing to mix with, allowed: with --resume"),
         ("--steps 0", "--steps: got 0, allowed: at least 1"),
         ("--timeout inf", "--timeout: got inf, allowed: 1 to 1000000"),
         ("--device tpu", "--device: got 'tpu', allowed: cpu, cuda"),

@@ -116,6 +116,8 @@ def compare(
 
     if jobs < 1:
         raise ValueError(f"--jobs: got {jobs}, allowed: at least 1")
+    if mixed and not resume:
+        raise ValueError("--mixed: there is nothing to mix with, allowed: with --resume")
     plan = make_plan(
         sources or [],
         overrides=tuple(override or ()),

@@ -45,7 +45,7 @@ def measure(plan: Plan, cell: Cell) -> Row:
         Times are medians over steps that follow each other as in training, without a wait between them, or over means
         of several of them, where one is short; the host is waited for where it is slower. ``peak_bytes`` counts
         tensors: parameters, optimiser state and activations; ``state_bytes`` the state of decoding of all rows. Where
-        that alone is more than there is memory for, the row has that as "skipped" instead.
+        that alone is more than there is memory for, or some mixer cannot decode, the row has that as "skipped" instead.
     """
     state_bytes = (
         None if cell.peer else cell.batch_size * plan.config(cell).state_bytes(cell.length, dtype_of(cell.dtype))
@@ -53,6 +53,8 @@ def measure(plan: Plan, cell: Cell) -> Row:
     if cell.mode in DECODING and state_bytes and state_bytes > (total := total_bytes(plan.device)):
         return {"skipped": f"a state of {state_bytes:,} bytes does not fit into memory of {total:,}"}
     subject = _Subject(plan, cell)
+    if cell.mode in DECODING and "decode" in subject.model.lacking:
+        return {"skipped": f"{subject.model.lacking['decode']} does not support 'decode'"}
     step = subject.step(cell)
     first, loss = _time(step, plan.device)
     second = first
@@ -155,6 +157,8 @@ class _Subject:
 
     def __init__(self, plan: Plan, cell: Cell) -> None:
         self.plan, config = plan, plan.config(cell)
+        if plan.device.type == "cuda":
+            torch.cuda.set_device(plan.device)  # where Triton launches
         self.state = self.optimizer = None
         self.model: Any
         if cell.peer is None:
