@@ -30,6 +30,9 @@ def compile(
     By block, blocks of one kind share a graph, so that compiling takes as long for 100 layers as for one; the norm in
     front of the head and a chunk of the cross-entropy are graphs of their own. Between the graphs nothing is fused.
 
+    For the whole process it lets caches keep graphs with the cross-entropy in them, and for "block" it raises the
+    number of graphs that Dynamo allows and tells sizes apart that happen to be equal.
+
     Args:
         model: to compile.
         scope: "model" or "block".

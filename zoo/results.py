@@ -1,6 +1,6 @@
 """Results of many measurements, kept as they come."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,8 +16,8 @@ def collect(
     rows: Iterable[tuple[Any, Row]],
     keep: Callable[[Results], None],
     *,
-    total: int,
-    before: Iterable[Row] = (),
+    cells: Sequence[Any],
+    before: Mapping[Any, Row] | None = None,
     conclude: Callable[[list[Row]], Results] = lambda _: {},
 ) -> Results:
     """Go through the measurements. Ctrl-C ends them early.
@@ -27,28 +27,29 @@ def collect(
         settings: that they share.
         rows: makes them: the cell of a plan, a dataclass, and its figures.
         keep: given all results so far before the first, after each, and once more at the end.
-        total: how many rows there are in the end.
-        before: those of an earlier run.
+        cells: all of the plan.
+        before: rows of an earlier run, by their cells.
         conclude: what is added at the end.
 
     Returns:
-        {"machine": ..., "settings": ..., "complete": whether all rows are there, "missing": how many are not, "rows":
-        [one mapping per cell]} and what was added.
+        {"machine": ..., "settings": ..., "complete": whether all rows are there, "missing": the names of the cells
+        that have none, "rows": [one mapping per cell]} and what was added.
     """
-    results: Results = {"machine": machine, "settings": settings, "complete": False, "rows": [*before]}
+    found = dict(before or {})
+    results: Results = {"machine": machine, "settings": settings, "complete": False, "rows": [*found.values()]}
 
-    def count() -> Results:
-        results["missing"] = total - len(results["rows"])
-        return results
+    def so_far() -> Results:
+        return results | {"missing": [str(cell) for cell in cells if cell not in found]}
 
     try:
-        keep(count())
-        for cell, row in rows:
-            results["rows"].append(asdict(cell) | row)
-            keep(count())
+        keep(so_far())
+        for cell, figures in rows:
+            found[cell] = asdict(cell) | figures
+            results["rows"].append(found[cell])
+            keep(so_far())
         results["complete"] = True
     except KeyboardInterrupt:
         pass
     results |= conclude(results["rows"])
-    keep(count())
-    return results
+    keep(so_far())
+    return so_far()

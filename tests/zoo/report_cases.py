@@ -64,7 +64,7 @@ def fake(
         },
         "mixed": [],
         "complete": True,
-        "missing": 0,
+        "missing": [],
         "unwritten": False,
         "rows": rows,
     }

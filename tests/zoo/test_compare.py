@@ -16,7 +16,7 @@ from report_cases import fake
 
 from zoo.compare.apart import Apart
 from zoo.compare.measure import measure
-from zoo.compare.merge import merge
+from zoo.compare.merge import merge, refuse_graphs
 from zoo.compare.plan import Cell, Plan, make_plan
 from zoo.compare.run import run_plan
 
@@ -238,7 +238,7 @@ def test_peers_stand_behind_what_they_are_like() -> None:
         ({"overrides": ("dim64",)}, "dim64"),
         ({"overrides": ("dimm=64",)}, "did you mean 'dim'"),
         ({"lengths": (1 << 23,)}, "too few for sequences of 8388608"),
-        ({"beside": ("hf",)}, "--peers: hf has nothing like these models, allowed: beside transformer-*"),
+        ({"beside": ("hf",)}, "--peers: hf has nothing like these models, allowed: hf beside transformer-*"),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -279,7 +279,7 @@ def test_five_lengths_one_that_fails_and_an_interrupt(tmp_path: Path, monkeypatc
     (out / "compiled").mkdir(parents=True)
     (out / "compiled" / "mine.txt").touch()
     before = run_plan(plan, out, said.append, stop_after(3))
-    assert (before["complete"], before["missing"]) == (False, 2)
+    assert (before["complete"], len(before["missing"])) == (False, 2)
     assert [line for line in said if "ahead" in line] == []
     said.clear()
     after = run_plan(plan, out, said.append, lambda _: None, previous=json.loads(json.dumps(before)))
@@ -304,7 +304,7 @@ def test_a_run_that_goes_on_with_more(tmp_path: Path) -> None:
     assert places == [*product(("two", "one"), ("none",), (16, 32)), ("one", "model", 16)]
     assert second["rows"][2] == first["rows"][0]
     assert second["rows"][4] == first["rows"][1]
-    assert (second["complete"], second["missing"], second["mixed"]) == (True, 0, [])
+    assert (second["complete"], second["missing"], second["mixed"]) == (True, [], [])
     plan = plan_of(one, compiles=("model",), lengths=(16, 32), timeout=1)  # too short to compile
     third = measured(plan, tmp_path / "out", previous=second)
     again = [row for row in third["rows"] if row["compile"] == "model"]
@@ -386,6 +386,15 @@ def test_merging_takes_what_has_figures() -> None:
     assert merged["rows"][4] == first["rows"][4]
     assert merged["rows"][5] == first["rows"][5]
     assert merged["rows"][6:] == whole["rows"][6:]
-    assert (merged["complete"], merged["missing"], merged["mixed"]) == (True, 0, [])
-    part = merge([first | {"complete": False, "missing": 4}, second], mixed=False)
-    assert (part["complete"], part["missing"]) == (False, 4)
+    assert (merged["complete"], merged["missing"], merged["mixed"]) == (True, [], [])
+    names = [str(Cell.of_row(second["rows"][0])), "another"]
+    part = merge([first | {"complete": False, "missing": names}, second], mixed=False)
+    assert (part["complete"], part["missing"]) == (False, ["another"])
+
+
+def test_graphs_for_one_size_and_for_any_are_not_mixed_in_silence() -> None:
+    pairs = [("train", True), ("train", None), ("decode", False)]
+    assert refuse_graphs(pairs, allowed=False) == []
+    with pytest.raises(ValueError, match="graphs of train: for any size and for one size"):
+        refuse_graphs([*pairs, ("train", False)], allowed=False)
+    assert refuse_graphs([*pairs, ("train", False)], allowed=True) == ["graphs of train: for any size and for one size"]

@@ -47,7 +47,7 @@ EDGES = {
     "two dtypes": only([good(), good(dtype="float32")]),
     "not finite": only([good() | {"loss": float("nan"), "peak_bytes": 0}, good(length=4096)]),
     "a gap": only([good(length=1 << n) if n != 12 else cell(length=4096, error="no") for n in range(10, 15)]),
-    "mixed": only([good()], mixed=["commit: 1a2b and 3c4d"], complete=False, missing=3),
+    "mixed": only([good()], mixed=["commit: 1a2b and 3c4d"], complete=False, missing=["one", "two", "three"]),
 }
 
 

@@ -54,7 +54,7 @@ def run_plan(plan: Plan, announce: Callable[[str], None], keep: Callable[[Result
             settings,
             _rows(plan, announce),
             keep,
-            total=len(plan.cells()),
+            cells=plan.cells(),
             conclude=lambda rows: {"ranking": rank(rows)},
         )
 

@@ -1,6 +1,8 @@
 """``zoo compare`` and ``zoo report``."""
 
 import json
+import sys
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +11,7 @@ import typer
 
 from zoo.cli.options import DTYPES, Device, choices, numbers
 from zoo.cli.running import Announce, Keep, console, measure_and_report
-from zoo.files import require_writable
+from zoo.files import require_writable, write_whole
 
 __all__ = ["compare", "report"]
 
@@ -86,7 +88,7 @@ def compare(
         bool,
         typer.Option(
             "--profile",
-            help="Say where the time goes, by layer and kind, and keep Chrome traces. Compiles everything once more.",
+            help="Say where the time goes, by layer and kind, and keep Chrome traces. Every cell compiles once more.",
         ),
     ] = False,
     text: Annotated[
@@ -106,8 +108,8 @@ def compare(
     Each architecture at each length makes training steps (forward, loss, backward, AdamW) and forward passes; or, to
     decode, passes over prompts, and single tokens after as many tokens. Each measurement has a process of its own: one
     that runs out of memory or crashes is one row that says so. Ctrl-C keeps what is there, and --resume goes on.
-    Shows a table, writes results.json, a page to look at and to share (report.html) and plots, and prints one JSON
-    object as the last line.
+    Shows a table, writes results.json, a page to look at and to share (report.html) and plots, and in a pipe prints one
+    JSON object as the last line.
     """
     from zoo.compare import report as reports
     from zoo.compare.peers import PEERS
@@ -137,6 +139,10 @@ def compare(
         timeout=timeout,
     )
     kept = out / "results.json"
+    if kept.exists() and not resume:
+        aside = kept.with_name(f"results-{datetime.fromtimestamp(kept.stat().st_mtime):%Y%m%d-%H%M%S}.json")
+        kept.replace(aside)
+        print(f"earlier results are now {aside}", file=sys.stderr)
     previous = _read(kept) if resume and kept.exists() else None
 
     def run(announce: Announce, keep: Keep) -> Any:
@@ -161,7 +167,9 @@ def report(
     except OSError as error:
         raise ValueError(f"--out: cannot write to {out}: {error.strerror or error}") from None
     terminal = console()
-    written = reports.write(results, out)
+    merged = out / "results.json"
+    write_whole(merged, lambda path: path.write_text(json.dumps(results, indent=1) + "\n"))
+    written = [merged, *reports.write(results, out)]
     terminal.print(reports.table(results, terminal.width))
     print("  ".join(map(str, written)))
 

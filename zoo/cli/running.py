@@ -32,7 +32,7 @@ def measure_and_report(
     write: Callable[["Results"], list[Path]],
     failed: Callable[["Row"], bool] = lambda row: "error" in row,
 ) -> None:
-    """Measure with progress on stderr; then a table and the JSON on stdout, and files.
+    """Measure with progress on stderr; then a table on stdout, in a pipe the JSON as well, and files.
 
     Where there is no room to keep the results so far, measuring goes on, and they are kept the next time.
 
@@ -85,11 +85,12 @@ def measure_and_report(
     terminal = console()
     terminal.print(table(results, terminal.width))
     print("  ".join(map(str, files)))
-    print(json.dumps(results))
+    if not terminal.is_terminal:
+        print(json.dumps(results))
     for line in unwritten:
         print(f"zoo: error: {line}", file=sys.stderr)
     if not results["complete"]:
-        print(f"zoo: stopped, {results['missing']} measurements are missing", file=sys.stderr)
+        print(f"zoo: stopped, {len(results['missing'])} measurements are missing", file=sys.stderr)
         raise typer.Exit(130)
     if unwritten or any(failed(row) for row in results["rows"]):
         raise typer.Exit(1)
@@ -104,5 +105,5 @@ def console(*, stderr: bool = False) -> Console:
     """The terminal, or a pipe."""
     result = Console(stderr=stderr)
     if not result.is_terminal:
-        result.width = 200  # a pipe has no width: let no column be cut
+        result.width = 400  # a pipe has no width: let no column be cut
     return result

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any, Self
 __all__ = ["Apart", "ApartError"]
 
 _CONTEXT = get_context("forkserver")  # a fork of a process that has imported what it needs, and has done nothing else
+sys.warnoptions.append("ignore:resource_tracker")  # it says what a process that is ended leaves, and removes it
 _LONGEST_END = 30  # seconds that a process may take to end after it has answered
 
 
@@ -71,7 +73,8 @@ class Apart:
     def kill(self) -> None:
         """End the process now, and the compilers that it has started."""
         with suppress(ProcessLookupError):  # it has no group of its own yet, or nobody in it any more
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
+            if self.process.pid:
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
         self.answer.close()

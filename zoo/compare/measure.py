@@ -42,10 +42,12 @@ def measure(plan: Plan, cell: Cell) -> Row:
     """The figures of a cell.
 
     Returns:
-        Times are medians over steps that follow each other as in training, without a wait between them, or over means
-        of several of them, where one is short; the host is waited for where it is slower. ``peak_bytes`` counts
-        tensors: parameters, optimiser state and activations; ``state_bytes`` the state of decoding of all rows. Where
-        that alone is more than there is memory for, or some mixer cannot decode, the row has that as "skipped" instead.
+        Times are medians over steps that follow each other without a wait between them, as in training, or over means
+        of several, where one is short. ``first_step_s`` is the first one's, which compiles with what caches there are,
+        and ``compile_s`` how much longer that took; ``dynamic`` says whether graphs have symbols for sizes; ``graphs``
+        and ``graph_breaks`` are counted, None where nothing compiles. ``peak_bytes`` counts tensors: parameters,
+        optimiser state and activations; ``state_bytes`` the state of decoding of all rows. Where that alone is more
+        than there is memory for, or some mixer cannot decode, the row has that as "skipped" instead.
     """
     state_bytes = (
         None if cell.peer else cell.batch_size * plan.config(cell).state_bytes(cell.length, dtype_of(cell.dtype))
@@ -208,7 +210,8 @@ class _Subject:
         self.state = state = self.model.init_state(cell.batch_size, cell.length)
         generator = torch.Generator(self.plan.device).manual_seed(self.plan.seed)
         for tensor in state["layers"].values(True, True):
-            tensor.normal_(std=0.1, generator=generator)
+            if tensor.is_floating_point():
+                tensor.normal_(std=0.1, generator=generator)
         decoder = Decoder(self.model, state, compile=cell.compile == "model")
 
         def decode() -> None:

@@ -1,10 +1,14 @@
 """Results of several runs as one: only where they were measured under the same settings, or said not to be."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from zoo.results import Results, Row
 
-__all__ = ["has_figures", "merge", "refuse_mixture"]
+__all__ = ["Graphs", "has_figures", "merge", "refuse_graphs", "refuse_mixture"]
+
+Graphs = Iterable[tuple[str, bool | None]]
+"""Modes, and whether their graphs have symbols for sizes; None where nothing is compiled."""
 
 _MACHINE = ("device", "cpu", "cores", "threads", "driver", "python", "torch", "triton", "cuda", "zoo")
 _CODE = ("commit", "changed_since_commit")
@@ -31,16 +35,35 @@ def refuse_mixture(earlier: Results | None, later: Results, *, allowed: bool) ->
         return [], []
     found = _differences(earlier, later)
     lines = [f"{key}: {old} and {new}" for key, (old, new) in found.items()]
-    if found and not allowed:
-        raise ValueError(
-            f"these results were not measured in the same way ({'; '.join(lines)}), "
-            "allowed: another --out, or --mixed, with which the report says so"
-        )
+    _refuse(lines, allowed)
     rows = earlier["rows"]
     if found:
         others = {key: old for key, (old, _) in found.items()}
         rows = [row | {"measured_with": others | row.get("measured_with", {})} for row in rows]
     return list(dict.fromkeys([*earlier.get("mixed", ()), *lines])), rows
+
+
+def refuse_graphs(graphs: Graphs, *, allowed: bool) -> list[str]:
+    """The modes that have graphs for any size and graphs for one size, each in a line: they are not equally fast.
+
+    Raises:
+        ValueError: there are some, and may not be.
+    """
+    known: dict[str, set[bool]] = {}
+    for mode, dynamic in graphs:
+        if dynamic is not None:
+            known.setdefault(mode, set()).add(dynamic)
+    lines = [f"graphs of {mode}: for any size and for one size" for mode, kinds in known.items() if len(kinds) > 1]
+    _refuse(lines, allowed)
+    return lines
+
+
+def _refuse(differences: list[str], allowed: bool) -> None:
+    if differences and not allowed:
+        raise ValueError(
+            f"these results were not measured in the same way ({'; '.join(differences)}), "
+            "allowed: another --out, or --mixed, with which the report says so"
+        )
 
 
 def merge(runs: list[Results], *, mixed: bool) -> Results:
@@ -60,11 +83,14 @@ def merge(runs: list[Results], *, mixed: bool) -> Results:
         lines += differences
         rows |= _better(old, rows)
     rows |= _better(last["rows"], rows)
+    lines += refuse_graphs(((row["mode"], row.get("dynamic")) for row in rows.values()), allowed=mixed)
+    there = {str(cell) for cell in rows}
+    missing = [name for run in runs for name in run.get("missing", []) if name not in there]
     return last | {
         "configs": {name: of for run in runs for name, of in run.get("configs", {}).items()},
         "mixed": list(dict.fromkeys(lines)),
-        "complete": all(run["complete"] for run in runs),
-        "missing": sum(run.get("missing", 0) for run in runs),
+        "complete": not missing,
+        "missing": missing,
         "rows": list(rows.values()),
     }
 
@@ -81,9 +107,8 @@ def _differences(earlier: Results, later: Results) -> dict[str, tuple[Any, Any]]
     """Of the machines and the settings, and of the peers and the recipes that both have."""
     pairs = {key: (earlier["machine"].get(key), later["machine"].get(key)) for key in (*_MACHINE, *_CODE)}
     settings = earlier["settings"], later["settings"]
-    pairs |= {
-        key: (settings[0].get(key), settings[1].get(key)) for key in settings[0] | settings[1] if key not in _NAMED
-    }
+    pairs |= {key: (value, settings[1].get(key)) for key, value in settings[0].items() if key not in _NAMED}
+    pairs = {key: pair for key, pair in pairs.items() if key in _CODE or None not in pair}  # what one does not use
     for kind, old, new in (
         ("peer", *(run["machine"].get("peers") or {} for run in (earlier, later))),
         ("configuration of", *(run.get("configs") or {} for run in (earlier, later))),

@@ -132,9 +132,10 @@ class Plan:
         return {name: sha256(config.to_yaml().encode()).hexdigest()[:12] for name, config in self.configs.items()}
 
     def settings(self) -> dict[str, Any]:
-        """What makes figures comparable, beside the cells and the machine."""
+        """What makes figures comparable, beside the cells and the machine; None for what is not used."""
+        counted = any(mode not in DECODING and not self.batch_sizes[mode] for mode in self.modes)
         return {
-            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_step": self.tokens_per_step if counted else None,
             "warmup": self.warmup,
             "steps": self.steps,
             "seed": self.seed,
@@ -257,6 +258,6 @@ def _configs(sources: list[str], overrides: tuple[str, ...]) -> dict[str, ModelC
 
 
 def _check_peers(beside: tuple[str, ...], configs: Iterable[ModelConfig]) -> None:
-    for peer in beside:
-        if not any(peers.resembles(peer, config) for config in configs):
-            raise ValueError(f"--peers: {peer} has nothing like these models, allowed: beside {peers.PEERS[peer].has}")
+    if beside and not any(peers.resembles(peer, config) for config in configs for peer in beside):
+        allowed = "; ".join(f"{peer} beside {peers.PEERS[peer].has}" for peer in beside)
+        raise ValueError(f"--peers: {', '.join(beside)} has nothing like these models, allowed: {allowed}")

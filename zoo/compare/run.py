@@ -15,7 +15,7 @@ from typing import Any
 from zoo import machine
 from zoo.compare import measure, peers
 from zoo.compare.apart import Apart, ApartError
-from zoo.compare.merge import has_figures, refuse_mixture
+from zoo.compare.merge import has_figures, refuse_graphs, refuse_mixture
 from zoo.compare.plan import Cell, Plan
 from zoo.hardware import peak_flops
 from zoo.results import Results, Row, collect
@@ -62,21 +62,25 @@ def run_plan(
     with _alone_in(folder):
         runner = _Runner(plan, folder, announce, jobs)
         header = runner.header()
-        results: Results = {"machine": header, "settings": plan.settings(), "configs": plan.hashes()}
+        settings = plan.settings() | {"jobs": jobs}  # compiling beside others takes longer
+        results: Results = {"machine": header, "settings": settings, "configs": plan.hashes()}
         differences, before = refuse_mixture(previous, results, allowed=mixed)
         cells = plan.cells()
         done = {cell: row for row in before for cell in [Cell.of_row(row)] if cell not in cells or _stands(row, plan)}
+        graphs = [(cell.mode, bool(plan.dynamic(cell))) for cell in cells if cell.compile != "none"]
+        graphs += [(cell.mode, row.get("dynamic")) for cell, row in done.items()]
+        differences += refuse_graphs(graphs, allowed=mixed)
         runner.done = done
         runner.finds_graphs = previous is not None and not differences
         order = {cell: place for place, cell in enumerate(dict.fromkeys([*cells, *done]))}
         more = {"configs": plan.hashes(), "mixed": differences}
         results = collect(
             header,
-            plan.settings(),
+            settings,
             runner.rows(),
             lambda results: keep(results | more),
-            total=len(order),
-            before=done.values(),
+            cells=cells,
+            before=done,
             conclude=lambda rows: {"rows": sorted(rows, key=lambda row: order[Cell.of_row(row)]), **more},
         )
         if results["complete"]:
@@ -191,21 +195,24 @@ class _Runner:
     def _row(self, cell: Cell, evidence: Row) -> Row:
         if reason := self._skipped(cell):
             return {"skipped": reason}
-        row: Row = {}
-        name = _slug(cell)
+        name, row = _slug(cell), Row()
+        log = self.folder / "logs" / f"{name}.txt"
         try:
             if cell.compile != "none" and not evidence:  # what others left there would make it look warm
                 shutil.rmtree(self._caches(cell), ignore_errors=True)
             with self._apart(cell, measure.measure, self.plan, cell, name=name) as call:
                 found = call.result(self.plan.timeout)
-            if "skipped" not in found:
-                row = found | _compilation(found.pop("compile_s"), evidence)
+            if "skipped" in found:
+                row = found
+            else:
+                seconds = found.pop("compile_s")
+                row = found | _compilation(seconds, evidence)
                 if self.plan.profile and cell.peer is None:
                     row["profile"] = self._profile(cell, name)
         except (ApartError, OSError) as error:
             return row | {"error": f"{error} (logs/{name}.txt)"}
-        call.log.unlink(missing_ok=True)
-        return row or found
+        log.unlink(missing_ok=True)
+        return row
 
     def _profile(self, cell: Cell, name: str) -> Row:
         trace = self.folder / "traces" / f"{name}.json.gz"

@@ -48,7 +48,7 @@ def run_plan(plan: Plan, announce: Callable[[str], None], keep: Callable[[Result
             "matmul_tflops": rounded(ceilings.flops_per_s / 1e12),
         }
         rows = _rows(plan, ceilings, announce)
-        return collect(describe(plan.device), settings, rows, keep, total=len(plan.cells()))
+        return collect(describe(plan.device), settings, rows, keep, cells=plan.cells())
 
 
 def _rows(plan: Plan, ceilings: Ceilings, announce: Callable[[str], None]) -> Iterator[tuple[Cell, Row]]:

@@ -37,6 +37,7 @@ MODE_NAMES = {
 }
 MODES = tuple(MODE_NAMES)
 DECODING = ("prefill", "decode")  # modes that each batch size is measured in by itself
+_NAMED = 5  # of the missing cells
 COMPILES = {"none": "eager", "model": "compiled", "block": "block-compiled"}
 
 
@@ -186,9 +187,10 @@ def warnings(results: Results) -> list[str]:
     found = []
     if mixed := results.get("mixed"):
         found.append(f"Not all of this was measured alike. What differs: {'; '.join(mixed)}.")
-    missing = results.get("missing") or 0
-    if missing:
-        found.append(f"Not complete: {missing:,} {'cell' if missing == 1 else 'cells'} of the plan not measured.")
+    if missing := results.get("missing"):
+        named = "; ".join(missing[:_NAMED]) + (f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+        count = f"{len(missing):,} {'cell' if len(missing) == 1 else 'cells'}"
+        found.append(f"Not complete: {count} of the plan not measured: {named}.")
     elif not results.get("complete", True):
         found.append("Not complete: the run was interrupted, or goes on.")
     if results.get("unwritten"):
