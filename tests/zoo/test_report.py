@@ -15,7 +15,7 @@ from rich.console import Console
 from zoo.compare import report
 from zoo.compare.report.palette import styles
 from zoo.compare.report.panels import groups, ticks
-from zoo.compare.report.rows import failures, lines, recipes
+from zoo.compare.report.rows import failures, lines, recipes, warnings
 
 Results = dict[str, Any]
 
@@ -105,8 +105,10 @@ def test_markdown_of_figures() -> None:
     assert line["step ms"] == "152.4"
     assert line["MFU"] == "45.6%"
     assert line["params"] == "374.26M"
-    assert line["compile cold s"] == "59.6"
-    assert line["compile warm s"] == "9.5"
+    assert line["compile cold s (model / block)"] == "59.6 / 59.8"
+    assert line["compile warm s (model / block)"] == "9.5 / 9.5"
+    assert line["first step s (model / block)"] == "12.50 / 12.50"
+    assert line["state of a row, MiB"] == "12"
     assert line["loss"] == "3.466"
     assert "batch" not in line
     assert "dtype" not in line
@@ -142,14 +144,14 @@ def test_failures_stand_together_only_where_that_says_no_more_than_is_true() -> 
     assert len(failures(only([square[0], square[3]]))) == 2
 
 
-@pytest.mark.parametrize("width", [80, 100, 140, 300])
+@pytest.mark.parametrize("width", [80, 100, 140, 400])
 def test_the_terminal_shows_what_fits_and_cuts_nothing(width: int) -> None:
     text = shown(fake(modes=("train", "decode"), lengths=(2048, 16384)), width)
     assert "…" not in text
     assert "*215,054 ±2%" in text
     assert max(map(len, text.splitlines())) <= width
-    assert ("MFLOP/tok" in text) == (width == 300)
-    assert ("in table.md" in " ".join(text.split())) == (width != 300)
+    assert ("MFLOP/tok" in text) == (width == 400)
+    assert ("in table.md" in " ".join(text.split())) == (width != 400)
 
 
 def test_the_first_lines_say_what_is_amiss() -> None:
@@ -163,6 +165,88 @@ def test_the_first_lines_say_what_is_amiss() -> None:
     assert "Not complete" not in report.markdown(fake())
 
 
+def test_missing_cells_are_counted_and_the_first_named() -> None:
+    (told,) = warnings(only([good()], missing=[f"cell {n}" for n in range(7)]))
+    assert told.endswith("7 cells of the plan not measured: cell 0; cell 1; cell 2; cell 3; cell 4; and 2 more.")
+    (told,) = warnings(only([good()], missing=3))
+    assert told.endswith("3 cells of the plan not measured.")
+
+
+def two_batches(mode: str = "train", lengths: tuple[int, ...] = (2048, 4096)) -> Results:
+    return only([good(mode=mode, length=length, batch_size=batch) for length in lengths for batch in (1, 4)])
+
+
+@pytest.mark.parametrize("mode", ["train", "forward"])
+@pytest.mark.parametrize("lengths", [(2048,), (2048, 4096)])
+def test_several_batch_sizes_of_a_length_stand_apart(mode: str, lengths: tuple[int, ...]) -> None:
+    results = two_batches(mode, lengths)
+    found = groups(results, mode)
+    assert [group.name for group in found] == ["batch 1", "batch 4"]
+    for group, batch in zip(found, (1, 4), strict=True):
+        (series,) = group.panels[0].series
+        assert [(point.length, point.row["batch_size"]) for point in series.points] == [(n, batch) for n in lengths]
+    assert [line["batch"] for line in table_of(report.markdown(results))] == ["1", "4"] * len(lengths)
+    page = report.page(results)
+    assert page.count("<h3>Batch ") == 2
+    beside = page.partition('aria-label="Side by side')[2].partition("</table>")[0]
+    assert re.findall(r"<td>([14])</td>", beside) == ["1", "4"] * len(lengths)
+
+
+def test_tokens_a_step_are_claimed_only_where_every_row_has_as_many() -> None:
+    for results in (two_batches(), only([good(batch_size=4)]), only([good(mode="decode")])):
+        assert "tokens a step" not in report.title(results)
+        assert "Tokens per step" not in report.page(results)
+    assert "Tokens per step" in report.page(fake())
+    assert "batch" in table_of(report.markdown(only([good(batch_size=4)])))[0]
+
+
+def test_a_row_whose_profile_failed_is_told_and_keeps_its_figures() -> None:
+    results = only([good() | {"error": "killed by SIGKILL"}])
+    ((_, what),) = failures(results)
+    assert what == "its profile failed: killed by SIGKILL"
+    assert table_of(report.markdown(results))[0]["eager tok/s"] == "148,313 ±2%"
+    assert f"- deltanet-340m, train, length 2048, batch 16, bfloat16, eager: {what}" in report.markdown(results)
+    tips = re.findall(r'<div class="bar [^"]*" title="([^"]*)"', report.page(results))
+    assert tips
+    assert all("148,313 tokens/s" in tip and what in tip for tip in tips)
+    (note,) = re.findall(f".*{what}", words(report.plots(results)["train"]))
+    assert note.startswith("deltanet-340m")  # no cross stands for it
+    assert "data-failed" not in re.findall("<tr[^>]*row-train[^>]*>", report.page(results))[0]
+
+
+def test_the_state_is_of_one_row_in_every_mode() -> None:
+    rows = [good(mode=mode, batch_size=8) | {"state_bytes": 8 << 20} for mode in ("train", "decode")]
+    rows += [good(length=length, batch_size=8) | {"state_bytes": none} for length, none in ((4096, 0), (8192, None))]
+    found = table_of(report.markdown(only(rows)))
+    assert [line["state of a row, MiB"] for line in found] == ["1", "-", "-", "1"]
+
+
+def test_what_was_measured_otherwise_is_marked_and_explained() -> None:
+    rows = [good(), good(length=4096, batch_size=8) | {"measured_with": {"commit": "1a2b", "torch": "2.10"}}]
+    results = only(rows)
+    text = report.markdown(results)
+    assert [line["recipe"] for line in table_of(text)] == ["deltanet-340m", "deltanet-340m †"]
+    note = "†: measured, in whole or in part, under other conditions (commit: 1a2b; torch: 2.10)."
+    assert note in text
+    page = report.page(results)
+    assert page.count(note) == 2
+    assert 'data-value="deltanet-340m">deltanet-340m <span title="commit: 1a2b; torch: 2.10">†</span>' in page
+    told = [row["measured_with"] for row in csv.DictReader(StringIO(report.csv(results)))]
+    assert told == ["", "commit: 1a2b; torch: 2.10"]
+    assert "†" not in report.markdown(fake())
+
+
+def test_what_is_said_of_compiling_says_of_which_way() -> None:
+    rows = [good(), good(compile="model"), cell(compile="block", error="no"), good(recipe="other")]
+    compiled, eager = table_of(report.markdown(only(rows)))
+    assert compiled["compile cold s (model / block)"] == "59.6 / -"
+    assert eager["compile cold s (model / block)"] == eager["first step s (model / block)"] == "-"
+    compiled, eager = table_of(report.markdown(only([*rows[:2], rows[3]])))
+    assert (compiled["graphs"], compiled["first step s"], eager["graphs"]) == ("1", "12.50", "-")
+    (line,) = table_of(report.markdown(only(rows[:1])))
+    assert line["first step s"] == "0.80"
+
+
 def test_csv_has_every_row_and_every_scalar() -> None:
     results = fake()
     rows = list(csv.DictReader(StringIO(report.csv(results))))
@@ -170,7 +254,7 @@ def test_csv_has_every_row_and_every_scalar() -> None:
     columns = list(rows[0])
     assert columns[:3] == ["recipe", "peer", "length"]
     assert columns == list(csv.DictReader(StringIO(report.csv(EDGES["failed"]))).fieldnames or ())
-    assert {key for row in results["rows"] for key in row} - {"profile"} == set(columns)
+    assert {key for row in results["rows"] for key in row} - {"profile"} | {"measured_with"} == set(columns)
     first = next(row for row in rows if row["recipe"] == "deltanet-340m" and row["compile"] == "model")
     assert float(first["tokens_per_s"]) == pytest.approx(1e6 / 4.65)
     assert first["peer"] == first["error"] == ""
@@ -186,8 +270,9 @@ def test_outcome_is_one_line() -> None:
 
 
 def test_title_names_device_versions_and_what_was_done() -> None:
-    both = "NVIDIA H200, torch 2.11.0+cu130, bfloat16, up to 32,768 tokens a step, medians of 10 steps"
-    assert report.title(fake()) == both
+    task = "bfloat16, up to 32,768 tokens a step, medians of 10 steps"
+    code = "driver 580.95.05, commit b517db0a90e7 with changes"
+    assert report.title(fake()) == f"NVIDIA H200, torch 2.11.0+cu130, {task}, {code}"
     assert "tokens a step" not in report.title(fake(modes=("decode",)))
     assert report.title(EDGES["bare"]).startswith("unknown device")
 
@@ -214,7 +299,7 @@ def test_lines_take_the_faster_way_to_compile_and_break_where_a_cell_failed() ->
     assert [row["length"] for row in series.failed] == [4096]
     assert [group.name for group in groups(fake(), "decode")] == ["batch 1", "batch 8"]
     assert [panel.title for panel in groups(fake(), "decode")[0].panels] == [
-        "tokens/s", "ms per step", "peak memory, GiB", "state of all rows, GiB",
+        "tokens/s", "ms per step", "peak memory, GiB", "state of a row, GiB",
     ]  # fmt: skip
 
 
@@ -235,6 +320,15 @@ def test_percentiles_of_a_time_are_those_of_the_rate_turned_round() -> None:
 
 def words(figure: Any) -> str:
     return "\n".join(text.get_text() for text in figure.findobj(match=lambda part: hasattr(part, "get_text")))
+
+
+def test_a_long_title_of_a_picture_stays_in_it() -> None:
+    for device in ("NVIDIA H200", "A device with a long name " * 6):
+        machine = fake()["machine"] | {"device": device}
+        figure = report.plots(only([good()], machine=machine))["train"]
+        (above,) = (text for text in figure.texts if text.get_text() == figure.get_suptitle())
+        assert above.get_window_extent().x1 <= figure.bbox.x1
+        assert "commit b517db0a90e7 with changes" in " ".join(figure.get_suptitle().split())
 
 
 def test_plots_show_every_architecture_and_name_what_failed() -> None:
@@ -334,6 +428,31 @@ def test_the_page_shows_where_the_time_goes() -> None:
     assert 'href="traces/a%20model.json.gz"' in text
     profile = {"kinds_ms": {"mixer": 1.0}, "layers_ms": [], "total_ms": 1.0, "trace": "javascript:alert(1)"}
     assert "javascript:" not in report.page(only([good() | {"profile": profile}])).partition("application/json")[0]
+
+
+def test_profiles_say_whose_time_it_is_and_which_row() -> None:
+    profile = {"kinds_ms": {"mixer": 6.0, "other": 4.0}, "layers_ms": [], "total_ms": 10.0, "unattributed_ms": 3.0}
+    row = good(compile="model") | {"profile": profile, "step_ms": 1234.0}
+    results = only([row, row | {"batch_size": 4}, row | {"dtype": "float32"}])
+    text = report.page(results)
+    assert "10 ms in kernels; the measured step took 1,234 ms; 30% unattributed" in text
+    assert "mean of a few steps" in text
+    for place in ("batch 16, bfloat16", "batch 4, bfloat16", "batch 16, float32"):
+        assert f"<h3>deltanet-340m, train, length 2,048, {place}, compiled</h3>" in text
+    on_cpu = ({"cuda": None}, {"device": "a processor", "cpu": "a processor"})
+    for change in on_cpu:
+        text = report.page(only([row], machine=results["machine"] | change)).partition("</main>")[0]
+        assert "Time of the thread that steps" in text
+        assert "10 ms of that thread" in text
+        assert "in kernels" not in text
+        assert "<h3>deltanet-340m, train, length 2,048, compiled</h3>" in text
+
+
+def test_a_slow_product_is_not_zero() -> None:
+    results = fake()
+    assert "<dd>743 TFLOP/s</dd>" in report.page(results)
+    results["machine"]["matmul_tflops"] = 0.04567
+    assert "<dd>0.0457 TFLOP/s</dd>" in report.page(results)
 
 
 def contrast(one: str, other: str) -> float:

@@ -7,6 +7,7 @@ from math import log2, log10
 from zoo.compare.report.palette import Style
 from zoo.compare.report.panels import Group, Panel, Point, Series, name_length, name_value, ticks
 from zoo.compare.report.rows import COMPILES, Row, outcome
+from zoo.compare.report.tables import digits
 
 __all__ = ["bars", "chart", "swatch"]
 
@@ -121,13 +122,12 @@ def bars(panel: Panel, looks: dict[str, Style]) -> str:
 
 
 def _bar(point: Point, most: float, classes: str) -> str:
-    shown = f"{point.value:,.0f}" if point.value >= 100 else f"{point.value:.3g}"
     share, start, end = (100 * value / most for value in (point.value, point.low, point.high))
     fill = f'<span class="fill" style="width:{share:.2f}%"></span>'
     if end - start > 0.5:
         fill += f'<span class="range" style="left:{start:.2f}%;width:{end - start:.2f}%"></span>'
     told, kind = _told(point.row), COMPILES[point.row["compile"]]
-    value = f'<span class="value">{shown} {kind}</span>'
+    value = f'<span class="value">{digits(point.value)} {kind}</span>'
     return f'<div class="bar {classes}" title="{told}"><span class="track">{fill}</span>{value}</div>'
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.compare.report.palette import Style, styles
 from zoo.compare.report.panels import Group, Panel, Point, Series, groups, name_length, name_value, ticks
-from zoo.compare.report.rows import MODE_NAMES, Results, failures, modes, title
+from zoo.compare.report.rows import MODE_NAMES, Results, failures, measured, modes, title
 from zoo.compare.report.rows import warnings as told_first
+from zoo.compare.report.tables import digits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,12 +52,13 @@ def _plot(results: Results, mode: str) -> "Figure":
     height = 0.9 + 0.52 * len(shown) if single else 3.4
     width = max(4.6 * columns, 9.2)  # inches; that a title takes, at least
     notes = _notes(results, mode, int(11 * width))
+    heading = textwrap.wrap(_text(title(results | {"rows": _rows(results, mode)})), int(9.5 * width))
     told = [_text(textwrap.shorten(text, int(9.5 * width), placeholder=" ...")) for text in told_first(results)]
     handles = _patches() if single else [*_names(shown, looks), *_keys()]
     # Inches, from below: the notes, the legend, the panels, the title.
     below = 0.17 * len(notes) + 0.08 if notes else 0.0
     legend = 0.15 + 0.205 * -(-len(handles) // _per_line(columns))
-    size = width, below + legend + height * len(found) + 0.6 + 0.18 * len(told)
+    size = width, below + legend + height * len(found) + 0.42 + 0.18 * (len(heading) + len(told))
     figure = Figure(figsize=size, dpi=150)
     taken = (below + legend) / size[1]
     figure.set_layout_engine("constrained", rect=(0, taken, 1, 1 - taken))
@@ -75,8 +77,8 @@ def _plot(results: Results, mode: str) -> "Figure":
             axes.set_yticklabels([])
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, below / size[1]), "ncols": _per_line(columns)}
     figure.legend(handles=handles, frameon=False, fontsize=9, borderaxespad=0.2, **place)
-    heading = _text(f"{MODE_NAMES[mode]}\n{title(results | {'rows': _rows(results, mode)})}")
-    figure.suptitle("\n".join((heading, *told)), x=0.008, ha="left", fontsize=10.5, linespacing=1.35)
+    above = "\n".join((_text(MODE_NAMES[mode]), *heading, *told))
+    figure.suptitle(above, x=0.008, ha="left", fontsize=10.5, linespacing=1.35)
     figure.text(0.008, 0.06 / size[1], "\n".join(notes), fontsize=8.5, color="0.25", va="bottom")
     return figure
 
@@ -90,11 +92,14 @@ def _per_line(columns: int) -> int:
 
 
 def _notes(results: Results, mode: str, width: int) -> list[str]:
-    """What failed, each in at most ``width`` characters."""
-    failed = [f"{what}: {reason}" for what, reason in failures(results, mode)]
-    more = [f"and {len(failed) - _MOST_FAILURES} more without figures: see table.md"] if failed[_MOST_FAILURES:] else []
-    texts = [*(f"\N{MULTIPLICATION SIGN} {text}" for text in failed[:_MOST_FAILURES]), *more]
-    return [_text(textwrap.shorten(text, width, placeholder=" ...")) for text in texts]
+    """What failed or was skipped, each in at most ``width`` characters."""
+    rows = _rows(results, mode)
+    failed = []
+    for drawn, mark in ((False, "\N{MULTIPLICATION SIGN} "), (True, "")):  # a cross in the picture, or figures
+        own = results | {"rows": [row for row in rows if measured(row) == drawn]}
+        failed += [f"{mark}{what}: {reason}" for what, reason in failures(own)]
+    more = [f"and {len(failed) - _MOST_FAILURES} more: see table.md"] if failed[_MOST_FAILURES:] else []
+    return [_text(textwrap.shorten(text, width, placeholder=" ...")) for text in (*failed[:_MOST_FAILURES], *more)]
 
 
 def _text(text: str) -> str:
@@ -216,6 +221,6 @@ def _bar(axes: Any, place: float, point: Point, style: Style, *, compiled: bool)
     axes.barh(place, point.value, 0.36, color=style.light, alpha=1 if compiled else 0.4, hatch=hatch, edgecolor="white",
               linewidth=0)  # fmt: skip
     axes.hlines(place, point.low, point.high, colors="0.15", linewidth=1)
-    shown = f"{point.value:,.0f}" if point.value >= 100 else f"{point.value:.3g}"
-    axes.annotate(shown, (max(point.value, point.high), place), (4, 0), textcoords="offset points", va="center",
-                  fontsize=8, color="0.2")  # fmt: skip
+    end = (max(point.value, point.high), place)
+    axes.annotate(digits(point.value), end, (4, 0), textcoords="offset points", va="center", fontsize=8,
+                  color="0.2")  # fmt: skip

@@ -3,7 +3,20 @@
 from html import escape
 
 from zoo.compare.report.palette import Style
-from zoo.compare.report.rows import COMPILES, MODE_NAMES, Results, Row, measured, modes, outcome, ranked
+from zoo.compare.report.rows import (
+    COMPILES,
+    MODE_NAMES,
+    Results,
+    Row,
+    conditions,
+    footnotes,
+    measured,
+    modes,
+    outcome,
+    ranked,
+    state_of_row,
+)
+from zoo.compare.report.rows import lines as lines_of
 from zoo.compare.report.tables import number, side_by_side, unit
 
 __all__ = ["beside", "every_row", "tick_box"]
@@ -23,11 +36,17 @@ def beside(results: Results, mode: str, looks: dict[str, Style]) -> str:
     heads, lines, _ = side_by_side(own, lambda text: f"\0{text}")
     shown = [index for index, name in enumerate(heads) if name in _BESIDE]
     order, body, place = list(looks), [], shown[1 : 1 + sum(heads[index] in _TASK for index in shown)]
-    for line, last in zip(lines, [None, *lines], strict=False):
+    names = [line.recipe for line in lines_of(own)]
+    for name, line, last in zip(names, lines, [None, *lines], strict=False):
         first = " first" if last and any(line[index] != last[index] for index in place) else ""
         cells = "".join(f"<td>{_marked(line[index])}</td>" for index in shown[1:])
-        body.append(f'<tr class="s{order.index(line[0])}{first}"><th scope="row">{escape(line[0])}</th>{cells}</tr>')
-    return _table(f"Side by side: {mode}", "beside", [_head(heads[index]) for index in shown], body)
+        body.append(f'<tr class="s{order.index(name)}{first}"><th scope="row">{escape(line[0])}</th>{cells}</tr>')
+    table = _table(f"Side by side: {mode}", "beside", [_head(heads[index]) for index in shown], body)
+    return table + _notes(own)
+
+
+def _notes(results: Results) -> str:
+    return "".join(f'<p class="soft">{escape(text)}</p>' for text in footnotes(results))
 
 
 def _marked(text: str) -> str:
@@ -50,7 +69,7 @@ def every_row(results: Results, looks: dict[str, Style]) -> str:
     rows = sorted(ranked(results), key=lambda row: not measured(row))
     if not rows:
         return ""
-    peak, state = (unit([row.get(key) for row in rows]) for key in ("peak_bytes", "state_bytes"))
+    peak, state = unit([row.get("peak_bytes") for row in rows]), unit(list(map(state_of_row, rows)))
     table = [_cells(row, peak, state) for row in rows]
     # Tokens/s stay: there a failed row says why.
     heads = [name for name in table[0] if name == "tokens/s" or any(cells[name][1] != "-" for cells in table)]
@@ -60,7 +79,7 @@ def every_row(results: Results, looks: dict[str, Style]) -> str:
     boxes += [tick_box(f"row-{how}", name) for how, name in COMPILES.items() if any(r["compile"] == how for r in rows)]
     choices = f'<fieldset class="choices"><legend>In this table</legend>{"".join(boxes)}</fieldset>'
     listing = _table("All rows", "sortable", list(map(_head, heads)), body)
-    return f'<section id="rows"><h2>All rows</h2>{choices}{listing}</section>'
+    return f'<section id="rows"><h2>All rows</h2>{choices}{listing}{_notes(results)}</section>'
 
 
 def _cells(row: Row, peak: tuple[str, float], state: tuple[str, float]) -> dict[str, Cell]:
@@ -83,7 +102,7 @@ def _cells(row: Row, peak: tuple[str, float], state: tuple[str, float]) -> dict[
         "step ms": of("step_ms", "{:,.4g}" if (row.get("step_ms") or 0) < 1000 else "{:,.0f}"),
         "MFU": mfu if row.get("mfu") is None else of("mfu", "{:.1%}"),
         f"peak {peak[0]}": of("peak_bytes", "{:,.2f}", peak[1]),
-        f"state {state[0]}": of("state_bytes", "{:,.3f}", state[1]),
+        f"state of a row, {state[0]}": (state_of_row(row), number(state_of_row(row), "{:,.4g}", state[1])),
         "compile cold s": of("compile_cold_s", "{:.1f}"),
         "compile warm s": of("compile_warm_s", "{:.1f}"),
         "first step s": of("first_step_s", "{:.2f}"),
@@ -104,7 +123,8 @@ def _row(row: Row, cells: dict[str, Cell], heads: list[str], index: int) -> str:
         parts.append(f'<td class="reason bad" colspan="{len(heads) - 1 - len(shown)}">{escape(outcome(row))}</td>')
     name = escape(row["recipe"], quote=True)
     classes = f"s{index} row-{row['mode']} row-{row['compile']}"
-    head = f'<th scope="row" data-value="{name}">{name}</th>'
+    mark = f' <span title="{escape(conditions(row), quote=True)}">†</span>' if conditions(row) else ""
+    head = f'<th scope="row" data-value="{name}">{name}{mark}</th>'
     return f'<tr class="{classes}"{" data-failed" if failed else ""}>{head}{"".join(parts)}</tr>'
 
 

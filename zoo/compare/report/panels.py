@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import floor, isfinite, log10
 
-from zoo.compare.report.rows import DECODING, Line, Results, Row, lengths, lines, measured, recipes
+from zoo.compare.report.rows import Line, Results, Row, batched, lengths, lines, measured, recipes, state_of_row
 from zoo.compare.report.tables import unit
 
 __all__ = ["Group", "Panel", "Point", "Series", "groups", "name_length", "name_value", "ticks"]
@@ -89,17 +89,17 @@ _RATE = _Metric("tokens/s", lambda row: row.get("tokens_per_s"), lambda values: 
 _TOKEN = _Metric("{} per token", lambda row: 1e3 / row["tokens_per_s"], _time_unit, -1, linear=False)
 _STEP = _Metric("{} per step", lambda row: row.get("step_ms"), _time_unit, -1, linear=False)
 _PEAK = _Metric("peak memory, {}", lambda row: row.get("peak_bytes"), unit, 0, linear=False)
-_STATE = _Metric("state of all rows, {}", lambda row: row.get("state_bytes"), unit, 0, linear=False)
+_STATE = _Metric("state of a row, {}", state_of_row, unit, 0, linear=False)
 
 
 def groups(results: Results, mode: str) -> list[Group]:
-    """All panels of a mode: a group for each dtype and, to decode, for each batch size."""
+    """All panels of a mode: a group for each dtype and, where the length alone does not say it, each batch size."""
     own = [line for line in lines(results) if line.mode == mode]
-    dtypes = {line.dtype for line in own}
+    dtypes, by_batch = {line.dtype for line in own}, mode in batched(results)
     metrics = (_RATE, _STEP, _PEAK, _STATE) if mode == "decode" else (_RATE, _TOKEN, _PEAK)
 
     def key(line: Line) -> tuple[str, int]:
-        return line.dtype, line.batch_size if mode in DECODING else 0
+        return line.dtype, line.batch_size if by_batch else 0
 
     found = []
     for (dtype, batch), group in groupby(sorted(own, key=key), key=key):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
+from textwrap import shorten
 from typing import Any
 
 __all__ = [
@@ -13,16 +14,23 @@ __all__ = [
     "Line",
     "Results",
     "Row",
+    "batched",
+    "commit",
+    "conditions",
     "failures",
+    "footnotes",
     "lengths",
     "lines",
     "measured",
     "modes",
+    "on_gpu",
     "outcome",
     "owner",
     "ranked",
     "recipes",
+    "state_of_row",
     "title",
+    "tokens_per_step",
     "warnings",
 ]
 
@@ -38,6 +46,7 @@ MODE_NAMES = {
 MODES = tuple(MODE_NAMES)
 DECODING = ("prefill", "decode")  # modes that each batch size is measured in by itself
 _NAMED = 5  # of the missing cells
+_LONGEST_CONDITION = 60
 COMPILES = {"none": "eager", "model": "compiled", "block": "block-compiled"}
 
 
@@ -50,6 +59,29 @@ def modes(results: Results) -> list[str]:
     """Those of the rows, in the order of `MODES`."""
     present = {row["mode"] for row in results["rows"]}
     return [mode for mode in MODES if mode in present]
+
+
+def batched(results: Results) -> set[str]:
+    """The modes whose batch size is part of the task: those of decoding, and those with several for one length."""
+    sizes = dict[tuple[str, int], set[int]]()
+    for row in results["rows"]:
+        sizes.setdefault((row["mode"], row["length"]), set()).add(row["batch_size"])
+    return {mode for (mode, _), found in sizes.items() if mode in DECODING or len(found) > 1}
+
+
+def tokens_per_step(results: Results) -> int | None:
+    """The setting, where there are rows of training or forward passes and each has as many sequences as fit in it."""
+    tokens = results.get("settings", {}).get("tokens_per_step")
+    rows = [row for row in results["rows"] if row["mode"] not in DECODING]
+    if not tokens or not rows or any(row["batch_size"] != max(1, tokens // row["length"]) for row in rows):
+        return None
+    return tokens
+
+
+def state_of_row(row: Row) -> float | None:
+    """Bytes that decoding keeps between two tokens of one sequence; None where it is unknown or nothing."""
+    whole = row.get("state_bytes")
+    return whole / row["batch_size"] if whole else None
 
 
 def lengths(rows: Iterable[Row]) -> list[int]:
@@ -136,14 +168,15 @@ def ranked(results: Results) -> list[Row]:
 
 
 def failures(results: Results, mode: str | None = None) -> list[tuple[str, str]]:
-    """Of the rows without figures, of one mode if given: which they are, and what became of them.
+    """Of the rows without figures or without a profile, of one mode if given: which, and what became of them.
 
     Cells of a recipe that share all else stand together where they are every combination of what they name.
     """
     together = dict[tuple[str, ...], list[Row]]()
     for row in ranked(results):
-        if not measured(row) and mode in (None, row["mode"]):
-            together.setdefault((row["recipe"], row["mode"], row["dtype"], outcome(row)), []).append(row)
+        if (row.get("error") or not measured(row)) and mode in (None, row["mode"]):
+            what = f"its profile failed: {row['error']}" if measured(row) else outcome(row)
+            together.setdefault((row["recipe"], row["mode"], row["dtype"], what), []).append(row)
     found = []
     for (*_, what), rows in together.items():
         combinations = prod(len({row[key] for row in rows}) for key in ("length", "batch_size", "compile"))
@@ -169,17 +202,28 @@ def _describe(rows: list[Row]) -> str:
 
 def outcome(row: Row) -> str:
     """What became of a cell, in a line."""
-    for word, key in (("failed", "error"), ("skipped", "skipped")):
-        if row.get(key):
-            return f"{word}: {row[key]}"
     if not measured(row):
-        return "not measured"
+        words = (("failed", "error"), ("skipped", "skipped"))
+        return next((f"{word}: {row[key]}" for word, key in words if row.get(key)), "not measured")
     rate = f"{row['tokens_per_s']:,.0f} tokens/s"
     if row.get("peak_bytes"):
         rate += f", {row['peak_bytes'] * 2**-20:,.0f} MiB"
     times = [("compiled in", row.get("compile_cold_s")), ("from the cache in", row.get("compile_warm_s"))]
     shown = ", ".join(f"{words} {seconds:.1f} s" for words, seconds in times if seconds is not None)
-    return f"{rate} ({shown})" if shown else rate
+    text = f"{rate} ({shown})" if shown else rate
+    return f"{text}; its profile failed: {row['error']}" if row.get("error") else text
+
+
+def conditions(row: Row) -> str:
+    """What was otherwise where the row was measured, in a line; empty where nothing was."""
+    told = (row.get("measured_with") or {}).items()
+    return "; ".join(f"{key}: {shorten(str(value), _LONGEST_CONDITION, placeholder=' ...')}" for key, value in told)
+
+
+def footnotes(results: Results) -> list[str]:
+    """What the mark of a recipe stands for; empty where none has one."""
+    found = list(dict.fromkeys(filter(None, map(conditions, results["rows"]))))
+    return [f"†: measured, in whole or in part, under other conditions ({'; or '.join(found)})."] if found else []
 
 
 def warnings(results: Results) -> list[str]:
@@ -188,9 +232,11 @@ def warnings(results: Results) -> list[str]:
     if mixed := results.get("mixed"):
         found.append(f"Not all of this was measured alike. What differs: {'; '.join(mixed)}.")
     if missing := results.get("missing"):
-        named = "; ".join(missing[:_NAMED]) + (f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
-        count = f"{len(missing):,} {'cell' if len(missing) == 1 else 'cells'}"
-        found.append(f"Not complete: {count} of the plan not measured: {named}.")
+        # A number in results of earlier versions.
+        names, many = (missing, len(missing)) if isinstance(missing, list) else ([], missing)
+        more = [f"and {many - _NAMED:,} more"] if len(names) > _NAMED else []
+        named = f": {'; '.join([*names[:_NAMED], *more])}" if names else ""
+        found.append(f"Not complete: {many:,} {'cell' if many == 1 else 'cells'} of the plan not measured{named}.")
     elif not results.get("complete", True):
         found.append("Not complete: the run was interrupted, or goes on.")
     if results.get("unwritten"):
@@ -198,14 +244,28 @@ def warnings(results: Results) -> list[str]:
     return found
 
 
+def on_gpu(machine: dict[str, Any]) -> bool:
+    """Whether the device of a header is a GPU: torch may be built for CUDA where the processor did the work."""
+    return bool(machine.get("cuda")) and machine.get("device") != machine.get("cpu")
+
+
+def commit(machine: dict[str, Any]) -> str | None:
+    """Of the code, short."""
+    if not machine.get("commit"):
+        return None
+    return f"{str(machine['commit'])[:12]}{' with changes' if machine.get('changed_since_commit') else ''}"
+
+
 def title(results: Results) -> str:
     """What it was measured on, and how."""
     machine, settings, rows = results.get("machine", {}), results.get("settings", {}), results["rows"]
     parts = [f"{machine.get('device') or 'unknown device'}", f"torch {machine.get('torch')}"]
     parts += dict.fromkeys(row["dtype"] for row in rows)
-    tokens, steps = settings.get("tokens_per_step"), settings.get("steps")
-    if tokens and any(row["mode"] not in DECODING for row in rows):
+    steps = settings.get("steps")
+    if tokens := tokens_per_step(results):
         parts.append(f"up to {tokens:,} tokens a step")
     if steps:
         parts.append(f"medians of {steps} {'step' if steps == 1 else 'steps'}")
+    known = (("driver", machine.get("driver")), ("commit", commit(machine)))
+    parts += [f"{name} {value}" for name, value in known if value]
     return ", ".join(parts)

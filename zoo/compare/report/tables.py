@@ -14,19 +14,23 @@ from rich.text import Text
 
 from zoo.compare.report.rows import (
     COMPILES,
-    DECODING,
     Line,
     Results,
     Row,
+    batched,
+    conditions,
     failures,
+    footnotes,
     lines,
     measured,
     ranked,
+    state_of_row,
     title,
+    tokens_per_step,
     warnings,
 )
 
-__all__ = ["CAPTION", "FIGURES", "csv", "markdown", "number", "rate", "side_by_side", "table", "unit"]
+__all__ = ["CAPTION", "FIGURES", "csv", "digits", "markdown", "number", "rate", "side_by_side", "table", "unit"]
 
 CELL = ("recipe", "peer", "length", "batch_size", "mode", "compile", "dtype")
 FIGURES = (
@@ -51,11 +55,13 @@ _RATES = {"none": "eager tok/s", "model": "compiled tok/s", "block": "blocks tok
 LEFT = ("recipe", "dtype", "mode")  # columns of words
 CAPTION = (
     "tok/s: median ± half the distance from the 20th to the 80th percentile; a wide one says that the machine was "
-    "busy. Blocks: each block compiled by itself. Marked: the fastest of a line, whose are the step time, MFU, memory "
-    "and loss; what is said of compiling is of the fastest compiled one. Speedup: that one over eager. x peer: how "
+    "busy, a narrow one does not say that it was idle. Blocks: each block compiled by itself. Marked: the fastest of a "
+    "line, whose are the step time, MFU, memory and loss. Speedup: the fastest compiled one over eager. x peer: how "
     "many times as fast as the other library's model, the best of eager and compiled on both sides. A step of decode "
-    "is a token of each row; state: of all rows. Compile cold: with empty caches, warm: with what the first "
-    "compilation left on disk. -: not measured."
+    "is a token of each row; state of a row: what decoding keeps of one sequence of this length. Compile cold: with "
+    "empty caches, warm: with what the first compilation left on disk; first step: of the same "
+    "compiled model, with warm caches, and of eager where nothing was compiled. model / block: compiled whole, and "
+    "block by block. -: not measured, or nothing."
 )
 
 Mark = Callable[[str], str]
@@ -75,6 +81,11 @@ def number(value: float | None, form: str, factor: float = 1) -> str:
     return "-" if value is None else form.format(value if factor == 1 else value * factor)
 
 
+def digits(value: float) -> str:
+    """Three digits of the value, and of a large one all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def rate(row: Row | None) -> str:
     """Tokens a second, or the word for what became of them."""
     if row is None:
@@ -82,7 +93,7 @@ def rate(row: Row | None) -> str:
     if not measured(row):
         return "failed" if row.get("error") else "skipped" if row.get("skipped") else "-"
     middle, low, high = row["tokens_per_s"], row.get("tokens_per_s_p20"), row.get("tokens_per_s_p80")
-    shown = f"{middle:,.0f}" if middle >= 100 else f"{middle:.3g}"
+    shown = digits(middle)
     return shown if low is None or high is None else f"{shown} ±{(high - low) / 2 / middle:.0%}"
 
 
@@ -99,21 +110,21 @@ def side_by_side(results: Results, mark: Mark) -> tuple[list[str], list[list[str
     rows = results["rows"]
     hows = [how for how in COMPILES if any(row["compile"] == how for row in rows)]
     peak = unit([row.get("peak_bytes") for row in rows])
-    state = unit([row.get("state_bytes") for row in rows])
+    state = unit(list(map(state_of_row, rows)))
     found = lines(results)
     cells = [_cells(line, hows, peak, state, mark) for line in found]
     some = [name for name in (cells[0] if cells else ()) if any(line[name] != "-" for line in cells)]
     if len({line.dtype for line in found}) == 1:
         some.remove("dtype")  # it stands in the title
-    if all(line.mode not in DECODING for line in found) and some:
-        some.remove("batch")  # it follows from the length
+    if some and tokens_per_step(results) and not batched(results):
+        some.remove("batch")  # it follows from the length, and from the tokens of a step in the title
     return some, [[line[name] for name in some] for line in cells], [line.mode for line in found]
 
 
 def _cells(
     line: Line, hows: list[str], peak: tuple[str, float], state: tuple[str, float], mark: Mark
 ) -> dict[str, str]:
-    fastest, compiled = line.fastest or {}, line.compiled or {}
+    fastest = line.fastest or {}
     choice = len(hows) > 1
     rates = {
         _RATES[how]: mark(rate(line.rows[how]))
@@ -123,7 +134,7 @@ def _cells(
     }
     unknown = "N/A" if fastest and line.mode != "decode" else "-"
     return {
-        "recipe": line.recipe,
+        "recipe": f"{line.recipe} †" if any(map(conditions, line.rows.values())) else line.recipe,
         "dtype": line.dtype,
         "length": f"{line.length}",
         "batch": f"{line.batch_size}",
@@ -134,17 +145,32 @@ def _cells(
         "step ms": number(fastest.get("step_ms"), "{:.3g}" if line.mode == "decode" else "{:,.1f}"),
         "MFU": unknown if fastest.get("mfu") is None else f"{fastest['mfu']:.1%}",
         f"peak {peak[0]}": number(fastest.get("peak_bytes"), "{:,.1f}", peak[1]),
-        f"state {state[0]}": number(fastest.get("state_bytes"), "{:,.1f}", state[1]),
-        "compile cold s": number(compiled.get("compile_cold_s"), "{:.1f}"),
-        "compile warm s": number(compiled.get("compile_warm_s"), "{:.1f}"),
-        "first step s": number(fastest.get("first_step_s"), "{:.2f}"),
-        "graphs": number(compiled.get("graphs"), "{}"),
-        "breaks": number(compiled.get("graph_breaks"), "{}"),
-        "recompilations": number(compiled.get("recompilations"), "{}"),
+        f"state of a row, {state[0]}": number(state_of_row(fastest) if fastest else None, "{:,.4g}", state[1]),
+        **_of_compiling(line, hows),
         "params": number(fastest.get("params"), "{:.2f}M", 1e-6),
         "MFLOP/tok": number(fastest.get("flops_per_token"), "{:,.1f}", 1e-6),
         "loss": number(fastest.get("loss"), "{:.3f}"),
     }
+
+
+def _of_compiling(line: Line, hows: list[str]) -> dict[str, str]:
+    """Of each way to compile that the results have, beside each other; the first step of eager where they have none."""
+    ways = [how for how in hows if how != "none"]
+    suffix = " (model / block)" if len(ways) > 1 else ""
+
+    def of(key: str, form: str, hows: list[str] = ways) -> str:
+        shown = [number((line.rows.get(how) or {}).get(key), form) for how in hows]
+        return " / ".join(shown) if set(shown) - {"-"} else "-"
+
+    cells = {
+        "compile cold s": of("compile_cold_s", "{:.1f}"),
+        "compile warm s": of("compile_warm_s", "{:.1f}"),
+        "first step s": of("first_step_s", "{:.2f}", ways or hows),
+        "graphs": of("graphs", "{}"),
+        "breaks": of("graph_breaks", "{}"),
+        "recompilations": of("recompilations", "{}"),
+    }
+    return {f"{name}{suffix}": text for name, text in cells.items()}
 
 
 def table(results: Results, width: int) -> RenderableType:
@@ -164,7 +190,8 @@ def table(results: Results, width: int) -> RenderableType:
     left_out = "" if count == len(heads) else " The other columns are in table.md."
     failed = [Text(f"{what}: {reason}") for what, reason in failures(results)]
     first = [Text(text, style="bold yellow") for text in warnings(results)]
-    body = (shown, Text(f"{CAPTION}{left_out}", style="dim")) if cells else (Text("Nothing was measured."),)
+    notes = [Text(text) for text in footnotes(results)]
+    body = (shown, *notes, Text(f"{CAPTION}{left_out}", style="dim")) if cells else (Text("Nothing was measured."),)
     return Group(Text(title(results)), *first, *body, *failed)
 
 
@@ -193,6 +220,7 @@ def markdown(results: Results) -> str:
         *(f"**{_safe(text)}**" for text in warnings(results)),
         _safe(title(results)) + ":",
         "\n".join(table_lines) if cells else "Nothing was measured.",
+        *map(_safe, footnotes(results)),
         *(["\n".join(failed)] if failed else []),
         *([CAPTION] if cells else []),
     ]
@@ -206,8 +234,12 @@ def _safe(text: str) -> str:
 
 def csv(results: Results) -> str:
     """Every row with everything in it that is a number or a word; columns that every report has stand first."""
-    known = (*CELL, *FIGURES, "error", "skipped")
-    rows = [{key: value for key, value in row.items() if not isinstance(value, dict | list)} for row in ranked(results)]
+    known = (*CELL, *FIGURES, "error", "skipped", "measured_with")
+    rows = [
+        {key: value for key, value in row.items() if not isinstance(value, dict | list)}
+        | {"measured_with": conditions(row)}
+        for row in ranked(results)
+    ]
     others = sorted({key for row in rows for key in row} - {*known, "profile"})
     stream = StringIO()
     writer = csv_format.DictWriter(stream, [*known, *others], extrasaction="ignore", lineterminator="\n")

@@ -16,27 +16,31 @@ from zoo.compare.report.rows import (
     COMPILES,
     MODE_NAMES,
     Results,
+    commit,
     failures,
     modes,
     title,
+    tokens_per_step,
     warnings,
 )
+from zoo.compare.report.tables import digits
 
 __all__ = ["page"]
 
 _READING = (
     "<b>tokens/s</b>: the median over the timed steps, one right after the other. The whisker goes from the "
-    "20th to the 80th percentile: a wide one says that the machine was busy.",
+    "20th to the 80th percentile: a wide one says that the machine was busy, a narrow one does not say that it was "
+    "idle.",
     "<b>compiled</b>: by torch.compile as one graph, or <b>block-compiled</b>, each block by itself. The charts show "
     "the faster of the two, solid; <b>eager</b> is pale and dashed. Grey: models of other libraries.",
     "<b>MFU</b>: the FLOPs that the architecture asks for (a multiply-add is two, causal attention counts what it "
     "sees, a training step is three forward passes), not those that its kernels happen to execute, over the GPU's "
     "dense peak in this dtype. N/A where that peak is not known.",
     "<b>compile cold</b>: the first compilation, with empty caches; <b>warm</b>: again, with what the first one left "
-    "on disk.",
+    "on disk; <b>first step</b>: the whole first step with these warm caches, and with whatever else happens once.",
     "<b>peak memory</b>: of tensors, that is parameters, optimiser state, activations and decoding state.",
-    "<b>state</b>: what decoding keeps between two tokens for all rows of the batch: keys and values of attention grow "
-    "with the context, the state of the delta rule does not.",
+    "<b>state of a row</b>: what decoding keeps between two tokens of one sequence of this length: keys and values "
+    "of attention grow with the context, the state of the delta rule does not.",
     "<b>graphs, breaks, recompilations</b>: one graph and no break is what an architecture should compile to; "
     "recompilations are further graphs for further sizes, such as a batch of one row.",
 )
@@ -112,7 +116,7 @@ def _warnings(results: Results) -> str:
     told = "".join(f"<p>{escape(text)}</p>" for text in warnings(results))
     failed = [f"<b>{escape(what)}</b>: {escape(reason)}" for what, reason in failures(results)]
     if failed:
-        told += f"<p>Without figures:</p>{_list(failed)}"
+        told += f"<p>Failed or skipped:</p>{_list(failed)}"
     return f'<section class="card alarm" aria-label="Warnings">{told}</section>' if told else ""
 
 
@@ -122,23 +126,22 @@ def _list(items: Iterable[str]) -> str:
 
 def _facts(results: Results) -> str:
     machine, settings = results.get("machine", {}), results.get("settings", {})
-    commit = f"{str(machine['commit'])[:12]}" if machine.get("commit") else None
-    if commit and machine.get("changed_since_commit"):
-        commit += ", with changes"
+    if not tokens_per_step(results):
+        settings = {name: value for name, value in settings.items() if name != "tokens_per_step"}
     peak, product = machine.get("peak_tflops"), machine.get("matmul_tflops")
     known = {
         "Device": machine.get("device"),
         "Processor": f"{machine['cpu']}, {machine.get('cores')} cores" if machine.get("cpu") else None,
         "dtype": ", ".join(dict.fromkeys(row["dtype"] for row in results["rows"])),
         "Dense peak": f"{peak:,.0f} TFLOP/s" if peak else "N/A",
-        "A large product, measured": f"{product:,.0f} TFLOP/s" if product else None,
+        "A large product, measured": f"{digits(product)} TFLOP/s" if product else None,
         "Driver": machine.get("driver"),
         "CUDA": machine.get("cuda"),
         "torch": machine.get("torch"),
         "Triton": machine.get("triton"),
         "Python": machine.get("python"),
         "mixer-zoo": machine.get("zoo"),
-        "Commit": commit,
+        "Commit": commit(machine),
         **{f"Peer: {name}": version or "not installed" for name, version in (machine.get("peers") or {}).items()},
         **{name.replace("_", " ").capitalize(): _setting(value) for name, value in settings.items()},
     }
