@@ -32,7 +32,7 @@ def throughput(results: Results) -> Iterable[list[str]]:
     """Training steps at one length: how fast, what they take, what compiling takes; peers below what they are like."""
     yield ["architecture", "tokens/s", "over eager", "over the peer", "MFU", "peak GiB", "compile s, cold / warm",
            "graphs", "breaks", "parameters"]  # fmt: skip
-    for line in lines(results):
+    for line in _one_each(lines(results), "recipe"):
         best, compiled = line.fastest, line.compiled
         if best is None:
             yield [line.recipe, "failed", *["-"] * 8]
@@ -80,13 +80,25 @@ def kernels(results: Results) -> Iterable[list[str]]:
 
 def _by_length(results: Results, show: Callable[[Row], str]) -> Iterable[list[str]]:
     known: dict[str, dict[int, Line]] = {}
-    for line in lines(results):
+    for line in _one_each(lines(results), "recipe", "length"):
         known.setdefault(line.recipe, {})[line.length] = line
     all_lengths = sorted({length for found in known.values() for length in found})
     yield ["architecture", *(f"T {length}" for length in all_lengths)]
     for recipe, found in known.items():
         rows = [found[length].fastest if length in found else None for length in all_lengths]
         yield [recipe, *("-" if row is None else show(row) for row in rows)]
+
+
+def _one_each(found: list[Line], *keys: str) -> list[Line]:
+    """The lines.
+
+    Raises:
+        ValueError: two of them would stand in one place of the table.
+    """
+    places = [tuple(getattr(line, key) for key in keys) for line in found]
+    if twice := next((place for place in places if places.count(place) > 1), None):
+        raise ValueError(f"{', '.join(map(str, twice))}: measured several times, by mode, dtype, length or batch")
+    return found
 
 
 def _share(value: float | None) -> str:

@@ -141,3 +141,35 @@ def profile(total: float) -> Row:
         "total_ms": total,
         "trace": "traces/a model.json.gz",
     }
+
+
+ODD = ("<script>alert('x')</script>", 'a|b $x_1$ & "c"', "_hidden", "模型-Ω", "long-" * 40, "[bold]not[/bold]")
+
+
+def cell(recipe: str = "deltanet-340m", compile: str = "none", **changes: Any) -> dict[str, Any]:
+    return {"recipe": recipe, "peer": None, "length": 2048, "batch_size": 16, "mode": "train", "compile": compile,
+            "dtype": "bfloat16"} | changes  # fmt: skip
+
+
+def only(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    return fake() | {"rows": rows} | changes
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    place = cell(**changes)
+    return place | figures(*(place[key] for key in ("recipe", "length", "batch_size", "mode", "compile")))
+
+
+EDGES = {
+    "none": only([]),
+    "single": only([good()]),
+    "failed": only([cell(error="RuntimeError: it broke"), cell(compile="model", skipped="no room")]),
+    "bare": only([good()]) | {"machine": {}, "settings": {}},
+    "one length": fake(modes=("train",), lengths=(1000,)),
+    "odd names": only([good(recipe=name, compile=how) for name in ODD for how in ("none", "model")]),
+    "odd failures": only([cell(recipe=name, error=f"{name}: broke") for name in ODD]),
+    "two dtypes": only([good(), good(dtype="float32")]),
+    "not finite": only([good() | {"loss": float("nan"), "peak_bytes": 0}, good(length=4096)]),
+    "a gap": only([good(length=1 << n) if n != 12 else cell(length=4096, error="no") for n in range(10, 15)]),
+    "mixed": only([good()], mixed=["commit: 1a2b and 3c4d"], complete=False, missing=["one", "two", "three"]),
+}

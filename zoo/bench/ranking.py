@@ -4,10 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from zoo.bench.plan import FORCED, PYTORCH
+from zoo.results import Row
 
 __all__ = ["rank"]
-
-Row = dict[str, Any]
 
 _STEPS = ("forward_ms", "forward_backward_ms")
 

@@ -8,11 +8,11 @@ from rich.console import Group
 from rich.text import Text
 
 from zoo.bench import tables
+from zoo.bench.failures import fault
 from zoo.bench.plan import BACKENDS
+from zoo.results import Row
 
 __all__ = ["markdown", "outcome", "plot", "table"]
-
-Row = dict[str, Any]
 
 _KEYS = ("length", "window", "head_dim", "layout")
 _HEADS = ("T", "window", "D", "layout")
@@ -30,12 +30,8 @@ _RANKING = (
 
 def outcome(row: Row) -> str:
     """What became of a cell, in a line."""
-    if "skipped" in row:
-        return f"skipped: {row['skipped']}"
-    if "error" in row:
-        return row["error"]
-    if not row["correct"]:
-        return f"wrong: relative errors {', '.join(f'{name} {error}' for name, error in row['errors'].items())}"
+    if amiss := fault(row):
+        return amiss
     forward, both = (row[time]["median"] for time in _TIMES)
     return f"forward {forward:,.3f} ms, with backward {both:,.3f} ms, {row['forward_backward_tflops']} TFLOP/s"
 

@@ -58,10 +58,10 @@ def measure(plan: Plan, cell: Cell) -> Row:
     if cell.mode in DECODING and "decode" in subject.model.lacking:
         return {"skipped": f"{subject.model.lacking['decode']} does not support 'decode'"}
     step = subject.step(cell)
-    first, loss = _time(step, plan.device)
+    first, _ = _time(step, plan.device)
     second = first
     for _ in range(plan.warmup - 1):
-        second, loss = _time(step, plan.device)
+        second, _ = _time(step, plan.device)
     # Not of training, whose loss is comparable only after as many steps.
     together = 1 if cell.mode == "train" else min(_MOST_TOGETHER, ceil(_SHORTEST / second))
     seconds, loss = _times(step, plan.device, together, plan.steps)

@@ -73,7 +73,8 @@ def run_plan(
         runner.done = done
         runner.finds_graphs = previous is not None and not differences
         order = {cell: place for place, cell in enumerate(dict.fromkeys([*cells, *done]))}
-        more = {"configs": plan.hashes(), "mixed": differences}
+        configs = (previous or {}).get("configs", {}) | plan.hashes()
+        more = {"configs": configs, "mixed": differences}
         results = collect(
             header,
             settings,

@@ -8,12 +8,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from zoo.bench import tables
+from zoo.bench.failures import fault
 from zoo.bench.kernels.kernel import STEPS, Step
 from zoo.bench.kernels.table import KERNELS
+from zoo.results import Row
 
 __all__ = ["markdown", "outcome", "plot", "table"]
-
-Row = dict[str, Any]
 
 _KEYS = ("length", "num_heads", "head_dim")
 _HEADS = ("T", "B", "H", "D")
@@ -29,12 +29,8 @@ _CAPTION = (
 
 def outcome(row: Row) -> str:
     """What became of a cell, in a line."""
-    if "skipped" in row:
-        return f"skipped: {row['skipped']}"
-    if "error" in row:
-        return row["error"]
-    if not row["correct"]:
-        return f"wrong: relative errors {', '.join(f'{name} {error}' for name, error in row['errors'].items())}"
+    if amiss := fault(row):
+        return amiss
     return ", ".join(
         f"{_NAMES[step]} {row[f'{step}_ms']['median']:,.4g} ms ({_percent(row[f'{step}_share'])} of it the floor)"
         for step in _steps(row)

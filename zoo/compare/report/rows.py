@@ -6,6 +6,9 @@ from math import prod
 from textwrap import shorten
 from typing import Any
 
+from zoo.compare.plan import DECODING, MODES
+from zoo.results import Results, Row
+
 __all__ = [
     "COMPILES",
     "DECODING",
@@ -34,17 +37,12 @@ __all__ = [
     "warnings",
 ]
 
-Results = dict[str, Any]
-Row = dict[str, Any]
-
 MODE_NAMES = {
     "train": "Training step: forward, loss, backward, optimiser",
     "forward": "Forward pass: all logits",
     "prefill": "Prefill: a prompt's state, and the logits of its last token",
     "decode": "Decoding: one more token of each row",
 }
-MODES = tuple(MODE_NAMES)
-DECODING = ("prefill", "decode")  # modes that each batch size is measured in by itself
 _NAMED = 5  # of the missing cells
 _LONGEST_CONDITION = 60
 COMPILES = {"none": "eager", "model": "compiled", "block": "block-compiled"}
