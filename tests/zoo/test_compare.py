@@ -362,6 +362,9 @@ def test_an_edited_file_is_another_model(earlier: Results, folder: Path, tmp_pat
     path.write_text(path.read_text().replace("hidden_dim: 64", "hidden_dim: 96"))
     with pytest.raises(ValueError, match=r"\(configuration of first: \w{12} and \w{12}\)"):
         measured(plan_of(str(path)), tmp_path / "out", previous=earlier)
+    more = measured(plan_of(small(tmp_path, "second")), tmp_path / "out", previous=earlier)
+    with pytest.raises(ValueError, match=r"\(configuration of first: \w{12} and \w{12}\)"):
+        measured(plan_of(str(path)), tmp_path / "out", previous=more)
 
 
 def test_another_variant_or_peer_is_no_other_setting(earlier: Results, folder: Path) -> None:
